@@ -1,0 +1,39 @@
+// g = grads * control[0];  m += (1 - beta1) (g - m);  v += (1 - beta2) (g^2 - v)
+// params -= lr weight_decay params + clamp(lr (m / control[2]) / (sqrt(v / control[3]) + eps), -max_delta, max_delta)
+// An element whose gradient is not finite keeps its weight and moments; a step that is not finite counts as 0.
+{$ include "include/group_index.wgsl" $}
+$$ for name in hyper_names
+const {{ name }} = {{ loop.index0 }}u;
+$$ endfor
+
+// By the exponent's bits: compilers may assume that comparisons meet no NaN.
+fn is_finite(a: vec4f) -> vec4<bool> {
+    return ((bitcast<vec4u>(a) >> vec4u(23u)) & vec4u(255u)) != vec4u(255u);
+}
+
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    let i = group_index(wid, groups) * {{ workgroup }}u + lane;
+    if (i >= {{ n // 4 }}u || control[4] != 0.0) {
+        return;
+    }
+    let raw = grads[i];
+    let old_m = m[i];
+    let old_v = v[i];
+    let old_p = params[i];
+    let ok = is_finite(raw);
+    let g = raw * control[0];
+    let new_m = old_m + hyper[one_minus_beta1] * (g - old_m);
+    let capped = clamp(g, vec4f(-1.8e19), vec4f(1.8e19));  // so that no square overflows
+    let new_v = old_v + hyper[one_minus_beta2] * (capped * capped - old_v);
+    let rate = control[1];
+    let full = rate * (new_m / control[2]) / (sqrt(new_v / control[3]) + hyper[eps]);
+    var step = select(vec4f(0.0), full, is_finite(full));
+    if (hyper[max_delta] > 0.0) {
+        step = clamp(step, vec4f(-hyper[max_delta]), vec4f(hyper[max_delta]));
+    }
+    let shrink = select(0.0, rate * hyper[weight_decay], decay[i / 256u] != 0u);
+    m[i] = select(old_m, new_m, ok);
+    v[i] = select(old_v, new_v, ok);
+    params[i] = select(old_p, old_p - (shrink * old_p + step), ok);
+}

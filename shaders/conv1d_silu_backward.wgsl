@@ -1,0 +1,63 @@
+// dpre[t,c] = du_ddt[t,c] * s (1 + pre (1 - s)), s = sigmoid(pre), pre as in the forward pass, recomputed
+// dxz[t,c] = sum_k weight[c,k] dpre[t+(d_conv-1)-k, c]
+// weight_partials[p,c,k] = sum over the timesteps t of run p of dpre[t,c] x[t-(d_conv-1)+k, c];  bias_partials[p,c] = sum dpre[t,c]
+$$ set packed = "xz" in vec4
+$$ set width = 4 if packed else 1
+$$ set columns = d_inner // width
+$$ set halo = d_conv - 1
+{$ include "include/conv1d.wgsl" $}
+
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    let own = own_run(group_index(wid, groups) * {{ workgroup }}u + lane);
+    if (!own.valid) {
+        return;
+    }
+    let shift = {{ "bias[own.c]" if "bias" in bound else "pack(0.0)" }};
+    var dbias = pack(0.0);
+$$ for k in range(d_conv)
+    let w{{ k }} = tap(own.c, {{ k }}u);
+    var dw{{ k }} = pack(0.0);
+$$ endfor
+    // Windows that slide in registers: the inputs a0, ... and dpre d0, ... of timesteps t-{{ halo }}, ...
+$$ for k in range(halo)
+    var a{{ k }} = before(own.sequence, i32(own.start) - {{ halo - k }}, own.c);
+    var d{{ k }} = pack(0.0);
+$$ endfor
+    // dxz of a timestep needs dpre of the {{ halo }} after it: the walk goes on past the run's end.
+    for (var t = own.start; t < own.stop + {{ halo }}u; t += {{ unroll }}u) {
+$$ for j in range(unroll)
+        let a{{ halo + j }} = xz[at(own.sequence, t + {{ j }}u, own.c)];
+        let g{{ j }} = du_ddt[at(own.sequence, t + {{ j }}u, own.c)];
+$$ endfor
+$$ for j in range(unroll)
+        let pre{{ j }} = shift{$ for k in range(d_conv) $} + w{{ k }} * a{{ j + k }}{$ endfor $};
+        let s{{ j }} = sigmoid(pre{{ j }});
+        let d{{ halo + j }} = select(pack(0.0), g{{ j }} * s{{ j }} * (1.0 + pre{{ j }} * (1.0 - s{{ j }})), t + {{ j }}u < seqlen);
+        if (t + {{ j }}u < own.stop) {
+$$ for k in range(d_conv)
+            dw{{ k }} += d{{ halo + j }} * a{{ j + k }};
+$$ endfor
+            dbias += d{{ halo + j }};
+        }
+        if (t + {{ j }}u >= own.start + {{ halo }}u && t + {{ j }}u < own.stop + {{ halo }}u) {
+            dxz[at(own.sequence, t + {{ j }}u - {{ halo }}u, own.c)] = w0 * d{{ halo + j }}{$ for k in range(1, d_conv) $} + w{{ k }} * d{{ halo + j - k }}{$ endfor $};
+        }
+$$ endfor
+$$ for k in range(halo)
+        a{{ k }} = a{{ unroll + k }};
+        d{{ k }} = d{{ unroll + k }};
+$$ endfor
+    }
+$$ for i in range(width)
+$$ set of = "[" ~ i ~ "]" if packed else ""
+$$ if "weight_partials" in bound
+$$ for k in range(d_conv)
+    weight_partials[own.part * stride + (own.c * {{ width }}u + {{ i }}u) * d_conv + {{ k }}u] = dw{{ k }}{{ of }};
+$$ endfor
+$$ endif
+$$ if "bias_partials" in bound
+    bias_partials[own.part * bias_stride + own.c * {{ width }}u + {{ i }}u] = dbias{{ of }};
+$$ endif
+$$ endfor
+}

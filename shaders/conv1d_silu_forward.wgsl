@@ -1,0 +1,35 @@
+// pre = bias[c] + sum_k weight[c,k] x[t-(d_conv-1)+k, c], x = xz's first columns;  u_delta[t,c] = pre * sigmoid(pre)
+$$ set packed = "xz" in vec4
+$$ set width = 4 if packed else 1
+$$ set columns = d_inner // width
+{$ include "include/conv1d.wgsl" $}
+
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    let own = own_run(group_index(wid, groups) * {{ workgroup }}u + lane);
+    if (!own.valid) {
+        return;
+    }
+    let shift = {{ "bias[own.c]" if "bias" in bound else "pack(0.0)" }};
+$$ for k in range(d_conv)
+    let w{{ k }} = tap(own.c, {{ k }}u);
+$$ endfor
+    // a0, a1, ... are the inputs of timesteps t-(d_conv-1), ...: a window that slides in registers.
+$$ for k in range(d_conv - 1)
+    var a{{ k }} = before(own.sequence, i32(own.start) - {{ d_conv - 1 - k }}, own.c);
+$$ endfor
+    for (var t = own.start; t < own.stop; t += {{ unroll }}u) {
+$$ for j in range(unroll)
+        let a{{ d_conv - 1 + j }} = xz[at(own.sequence, t + {{ j }}u, own.c)];
+$$ endfor
+$$ for j in range(unroll)
+        if (t + {{ j }}u < own.stop) {
+            let pre = shift{$ for k in range(d_conv) $} + w{{ k }} * a{{ j + k }}{$ endfor $};
+            u_delta[at(own.sequence, t + {{ j }}u, own.c)] = pre * sigmoid(pre);
+        }
+$$ endfor
+$$ for k in range(d_conv - 1)
+        a{{ k }} = a{{ unroll + k }};
+$$ endfor
+    }
+}

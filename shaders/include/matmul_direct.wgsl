@@ -1,0 +1,76 @@
+// matmul.wgsl straight from storage, for CPUs, where loads cost by the element and workgroup memory is no nearer. A thread owns
+// thread_m rows; the columns are common to all. {{ lanes }} threads, a subgroup, share the loads of b and broadcast them.
+$$ set loads_b = thread_n // lanes
+
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) thread: u32) {
+    let tile = tile_index(group_index(wid, groups));
+    let row0 = tile.x * {{ tile_m }}u + thread * {{ thread_m }}u;
+    let col0 = tile.y * {{ tile_n }}u;
+$$ for f in range(loads_b)
+    let v{{ f }} = {{ f * lanes }}u + thread % {{ lanes }}u;
+$$ endfor
+$$ for i in range(thread_m)
+$$ for g in range(gn)
+    var c{{ i }}_{{ g }} = vec4f();
+$$ endfor
+$$ endfor
+$$ if row_sums
+$$ for i in range(thread_m)
+    var row_sum{{ i }} = 0.0;
+$$ endfor
+$$ endif
+    for (var k = {{ from_k }}; k < {{ to_k }}; k += 4u) {
+$$ for i in range(thread_m)
+$$ if a.along == "k"
+        let a{{ i }} = load_a(row0 + {{ i }}u, k);
+$$ else
+        let a{{ i }} = load_a(row0 + {{ i % gm * 4 }}u, k + {{ i // gm }}u);
+$$ endif
+$$ endfor
+$$ for f in range(loads_b)
+$$ if b.along == "k"
+        let shared{{ f }} = load_b(col0 + v{{ f }}, k);
+$$ else
+        let shared{{ f }} = load_b(col0 + v{{ f }} % {{ gn }}u * 4u, k + v{{ f }} / {{ gn }}u);
+$$ endif
+$$ endfor
+$$ for g in range(gn)
+$$ for j in range(4)
+$$ set v = 4 * g + j if b.along == "k" else j * gn + g
+        let b{{ v }} = {{ "subgroupBroadcast(shared" ~ v // lanes ~ ", " ~ v % lanes ~ "u)" if lanes > 1 else "shared" ~ v }};
+$$ endfor
+$$ for i in range(thread_m)
+$$ if a.along == "k" and b.along == "k"
+        c{{ i }}_{{ g }} += vec4f(dot(a{{ i }}, b{{ 4 * g }}), dot(a{{ i }}, b{{ 4 * g + 1 }}), dot(a{{ i }}, b{{ 4 * g + 2 }}), dot(a{{ i }}, b{{ 4 * g + 3 }}));
+$$ elif a.along == "k"
+        c{{ i }}_{{ g }} += a{{ i }}.x * b{{ g }} + a{{ i }}.y * b{{ gn + g }} + a{{ i }}.z * b{{ 2 * gn + g }} + a{{ i }}.w * b{{ 3 * gn + g }};
+$$ else
+$$ set q, e = i // 4, "." ~ "xyzw"[i % 4]
+        c{{ i }}_{{ g }} += a{{ q }}{{ e }} * b{{ g }} + a{{ gm + q }}{{ e }} * b{{ gn + g }} + a{{ 2 * gm + q }}{{ e }} * b{{ 2 * gn + g }} + a{{ 3 * gm + q }}{{ e }} * b{{ 3 * gn + g }};
+$$ endif
+$$ endfor
+$$ endfor
+$$ if row_sums
+        if (tile.y == 0u) {
+$$ for i in range(thread_m)
+$$ set q, e = i // 4, "." ~ "xyzw"[i % 4]
+            row_sum{{ i }} += a{{ q }}{{ e }} + a{{ gm + q }}{{ e }} + a{{ 2 * gm + q }}{{ e }} + a{{ 3 * gm + q }}{{ e }};
+$$ endfor
+        }
+$$ endif
+    }
+$$ for i in range(thread_m)
+$$ for g in range(gn)
+$$ set row, col = "row0 + " ~ i ~ "u", "col0 + " ~ 4 * g ~ "u"
+{$ include "include/matmul_finish.wgsl" $}
+$$ endfor
+$$ endfor
+$$ if row_sums
+    if (tile.y == 0u) {
+$$ for i in range(thread_m)
+        finish_row_sum({{ part }}row0 + {{ i }}u, row_sum{{ i }});
+$$ endfor
+    }
+$$ endif
+}

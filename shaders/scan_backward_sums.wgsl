@@ -1,0 +1,48 @@
+// dx_dbl = [0 | dB | dC], sums of partials over blocks of channels; dA_log, dD += sums of partials over sequences and segments
+$$ set groups = ceil_div(d_state, 4)
+$$ set x_dbl_count = batch * seqlen * d_x_dbl
+$$ set count = x_dbl_count + (d_inner * (d_state + 1) if "dA_log" in bound or "dD" in bound else 0)
+$$ set parameters = batch * seqlen * blocks * 8 * groups
+
+fn sum(from_index: u32, parts: u32, stride: u32) -> f32 {
+    var s = 0.0;
+    for (var p = 0u; p < parts; p++) { s += partials[from_index + p * stride]; }
+    return s;
+}
+
+fn element(i: u32) {
+    if (i < {{ x_dbl_count }}u) {
+        let column = i % d_x_dbl;
+        let row = i / d_x_dbl;
+        let n = column - {{ dt_rank }}u;
+        if (column < {{ dt_rank }}u) {
+            dx_dbl[i] = 0.0;
+        } else {
+$$ if d_state == 4 * groups
+            let at = n;
+$$ else
+            let at = select(n, n + {{ 4 * groups - d_state }}u, n >= {{ d_state }}u);
+$$ endif
+            dx_dbl[i] = sum(row * {{ blocks * 8 * groups }}u + at, {{ blocks }}u, {{ 8 * groups }}u);
+        }
+        return;
+    }
+    let j = i - {{ x_dbl_count }}u;
+$$ set stride = (groups + 1) * d_inner * 4
+$$ if "dA_log" in bound
+    if (j < {{ d_inner * d_state }}u) {
+        let n = j % {{ d_state }}u;
+        let at = {{ parameters }}u + (n / 4u * {{ d_inner }}u + j / {{ d_state }}u) * 4u + n % 4u;
+        {{ add("dA_log", "j", "sum(at, " ~ batch * segments ~ "u, " ~ stride ~ "u)") }}
+    }
+$$ endif
+$$ if "dD" in bound
+    if (j >= {{ d_inner * d_state }}u) {
+        let channel = j - {{ d_inner * d_state }}u;
+        let at = {{ parameters }}u + ({{ groups * d_inner }}u + channel) * 4u;
+        {{ add("dD", "channel", "sum(at, " ~ batch * segments ~ "u, " ~ stride ~ "u)") }}
+    }
+$$ endif
+}
+
+{$ include "include/each_element.wgsl" $}

@@ -1,0 +1,22 @@
+// states[first of segment] = what reaches it: carry = exp(A delta_sums) carry + states (what the segment adds), in order of time or in reverse
+$$ set count = batch * groups * d_inner
+
+fn element(i: u32) {
+    let channel = i % d_inner;
+    let group = i / d_inner % groups;
+    let sequence = i / (d_inner * groups);
+    let rate = 1.44269504088896340736f * AD[group * d_inner + channel];
+    var carry = {{ "state[i]" if "state" in bound else "vec4f(0.0)" }};
+    for (var k = 0u; k < segments; k++) {
+        let segment = {{ "segments - 1u - k" if reverse else "k" }};
+        let at = ((sequence * slots + segment * {{ per_segment }}u) * groups + group) * d_inner + channel;
+        let own = states[at];
+        states[at] = carry;
+        // The last one's own contribution is never made, and reaches nothing.
+        if (k + 1u < segments) {
+            carry = exp2(rate * delta_sums[(sequence * segments + segment) * d_inner + channel]) * carry + own;
+        }
+    }
+}
+
+{$ include "include/each_element.wgsl" $}

@@ -1,0 +1,36 @@
+// chunk_states[first of segment] = the segment's last h, from h = 0: h = exp(delta A) h + weight u B; delta_sums = sum of delta
+{$ include "include/scan.wgsl" $}
+
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane: u32) {
+    let channel = wid.x * {{ channels }}u + lane % {{ channels }}u;
+    let c = min(channel, d_inner - 1u);
+    let group = lane / {{ channels }}u * {{ quads }}u;
+$$ for q in range(quads)
+    let A{{ q }} = AD[(group + {{ q }}u) * d_inner + c];
+    let rate{{ q }} = LOG2_E * A{{ q }};
+    var h{{ q }} = vec4f(0.0);
+$$ endfor
+    var sum = 0.0;
+    let first = wid.y * {{ per_segment }}u;
+    for (var t = first * {{ chunk }}u; t < (first + {{ per_segment }}u) * {{ chunk }}u; t += {{ span }}u) {
+$$ for i in range(span)
+        let row{{ i }} = row_at(wid.z, t + {{ i }}u);
+        let u{{ i }} = u_at(row{{ i }}, t + {{ i }}u, channel);
+        let delta{{ i }} = delta_at(row{{ i }}, t + {{ i }}u, channel);
+$$ endfor
+$$ for i in range(span)
+        sum += delta{{ i }};
+$$ for q in range(quads)
+        let a{{ i }}_{{ q }} = exp2(delta{{ i }} * rate{{ q }});
+        h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * B_at(row{{ i }}, group + {{ q }}u);
+$$ endfor
+$$ endfor
+    }
+    if (channel < d_inner) {
+$$ for q in range(quads)
+        chunk_states[((wid.z * chunks + first) * {{ groups }}u + group + {{ q }}u) * d_inner + channel] = h{{ q }};
+$$ endfor
+        if (group == 0u) { delta_sums[(wid.z * segments + wid.y) * d_inner + channel] = sum; }
+    }
+}

@@ -1,0 +1,22 @@
+import numpy as np
+import pytest
+
+from wgsl_train.device import request_device
+from wgsl_train.encoder import Buffers
+
+
+@pytest.fixture(scope="session")
+def device():
+    """One device a process: software drivers leak devices. No adapter is an error, not a skip."""
+    return request_device(quiet=True)
+
+
+@pytest.fixture(scope="session")
+def kernel_buffers(device):
+    """Shared by all kernel tests, so that equal sources compile once."""
+    return Buffers(device)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)

@@ -1,0 +1,181 @@
+"""Runs one kernel on the GPU beside its oracle. Used by the tests and by the shader tools."""
+
+import inspect
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tests import oracle
+from wgsl_train import ops
+from wgsl_train.encoder import Buffers, Encoder
+from wgsl_train.kernel import ALIGN, KERNELS, Kernel, Target, Tensor
+from wgsl_train.plan import Layout, Plan
+
+ops.load_all()
+oracle.load_all()
+
+GUARD = np.float32(-12345.678)  # stands before and after every tensor, and must stay there
+KINDS = ("portable", "cpu", "integrated", "discrete")
+
+
+@dataclass
+class Variant:
+    """A case of a kernel under one set of tuning choices."""
+
+    kernel: Kernel
+    case: oracle.Case
+    kind: str
+
+    def target(self, target: Target) -> Target:
+        tuned = {self.kernel.key(self.dims): self.case.choices} if self.case.choices else {}
+        return replace(target, kind=self.kind, tuned=tuned)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        shapes = {b: s for b, s in self.shapes.items() if b not in self.case.leave_out}
+        return self.kernel.match(shapes)
+
+    @property
+    def options(self):
+        return {k: v for k, v in self.case.values.items() if k in self.kernel.options}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            binding: tuple(self.case.values[d.lstrip("*")] for d in declared.split())
+            for binding, (declared, _, _) in self.kernel.bindings.items()
+            if binding not in self.case.leave_out
+        }
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name}-{self.case}-{self.kind}"
+
+
+def variants(name: str) -> list[Variant]:
+    """All cases of a kernel, at every distinct set of choices the tables hold."""
+    found: list[Variant] = []
+    kernel = KERNELS[name]
+    for case in oracle.ORACLES[name].cases:
+        seen = []
+        for kind in KINDS:
+            variant = Variant(kernel, case, kind)
+            values = kernel.values(variant.target(Target()), variant.dims, variant.options)
+            if values not in seen:
+                seen.append(values)
+                found.append(variant)
+    return found
+
+
+def draw(variant: Variant, rng: np.random.Generator) -> oracle.Arrays:
+    """Inputs for a case, in the oracle's float64 (exactly representable in float32)."""
+    reference = oracle.ORACLES[variant.kernel.name]
+    arrays = {}
+    for binding, shape in variant.shapes.items():
+        if binding in reference.draw:
+            array = reference.draw[binding](rng, shape, variant.case.values)
+        elif binding in variant.kernel.u32:
+            array = rng.integers(0, variant.case.values["vocab_size"], shape)
+        else:
+            array = rng.uniform(-1, 1, shape)
+        if binding not in variant.kernel.u32:
+            array = array.astype(np.float32).astype(np.float64)
+        arrays[binding] = array
+    return arrays
+
+
+def expect(variant: Variant, arrays: oracle.Arrays) -> oracle.Arrays:
+    """What the oracle says, given inputs."""
+    reference = oracle.ORACLES[variant.kernel.name]
+    known = {**variant.kernel.options, **variant.case.values, **arrays}
+    known |= dict.fromkeys(variant.case.leave_out)
+    wanted = inspect.signature(reference.compute).parameters
+    return reference.compute(**{k: known[k] for k in wanted})
+
+
+def run(
+    variant: Variant, buffers: Buffers, arrays: oracle.Arrays, accumulate: bool = True
+) -> tuple[oracle.Arrays, list[str]]:
+    """One dispatch on the GPU. Returns what every changed binding holds, and what was wrong
+    around them (guard elements that were overwritten).
+
+    accumulate   False: `adds` bindings are overwritten, as at an activation's first contribution
+    """
+    kernel = variant.kernel
+    target = variant.target(buffers.device.target)
+    plan = Plan(Layout([], target), target)
+    wanted = inspect.signature(oracle.ORACLES[kernel.name].compute).parameters
+    tensors: dict[str, Tensor] = {}
+    for binding, shape in variant.shapes.items():
+        use = kernel.bindings[binding][1]
+        dtype = "u32" if binding in kernel.u32 else "f32"
+        base = plan.persistent(f"test.{binding}", (math.prod(shape) + 2 * ALIGN,), dtype)
+        if use == "adds" and not accumulate:
+            base.kind = "activation"
+        tensors[binding] = base.view(ALIGN, shape, binding)
+    plan.dispatch(kernel, **tensors, **variant.options)
+    encoder = Encoder(buffers, plan, share_memory=False)
+    for binding, tensor in tensors.items():
+        use = kernel.bindings[binding][1]
+        if use == "reads" or (use == "adds" and accumulate) or binding in wanted:
+            body = arrays[binding].ravel()
+        else:
+            body = np.full(tensor.size, np.nan)  # so that an element left unwritten shows
+        guard = np.full(ALIGN, 7 if tensor.dtype == "u32" else GUARD)
+        encoder.write(tensor.root, np.concatenate([guard, body, guard]))
+    encoder.run("forward")
+    got, faults = {}, []
+    for binding, tensor in tensors.items():
+        if kernel.bindings[binding][1] == "reads":
+            continue
+        raw = encoder.read(tensor.root)
+        guards = np.concatenate([raw[:ALIGN], raw[ALIGN + tensor.size :]])
+        if not (guards == guards[0]).all():
+            faults.append(f"{binding}: wrote outside the tensor")
+        got[binding] = raw[ALIGN : ALIGN + tensor.size].reshape(tensor.shape)
+    for tensor in tensors.values():
+        buffers.drop(tensor.root)
+    return got, faults
+
+
+def compare(
+    variant: Variant, arrays: oracle.Arrays, expected: oracle.Arrays, got: oracle.Arrays,
+    accumulate: bool = True,
+) -> list[str]:
+    """Where the GPU's results differ from the oracle's: one line a binding, first wrong element."""
+    kernel, rtol = variant.kernel, oracle.ORACLES[variant.kernel.name].rtol
+    wanted = inspect.signature(oracle.ORACLES[kernel.name].compute).parameters
+    faults = []
+    changed = {b for b, (_, use, _) in kernel.bindings.items() if use != "reads" and b in got}
+    if changed != expected.keys() & got.keys() or not changed <= expected.keys():
+        return [f"the oracle returns {sorted(expected)}, the kernel changes {sorted(changed)}"]
+    for binding, actual in got.items():
+        want = np.array(expected[binding], np.float64).reshape(actual.shape)
+        untouched = np.isnan(want)
+        if kernel.bindings[binding][1] == "adds" and accumulate:
+            want = want + arrays[binding].reshape(want.shape)
+            before = arrays[binding].reshape(want.shape)
+        else:
+            before = arrays[binding].reshape(want.shape) if binding in wanted else np.full(want.shape, np.nan)
+        want = np.where(untouched, before, want)
+        scale = np.sqrt(np.mean(np.square(want[~untouched]))) if (~untouched).any() else 0.0
+        with np.errstate(invalid="ignore"):
+            error = np.abs(actual - want)
+            ok = error <= rtol * (np.abs(want) + scale) + 1e-30
+        ok |= np.isnan(want) & np.isnan(actual)
+        if not ok.all():
+            at = tuple(int(i) for i in np.argwhere(~ok)[0])
+            faults.append(
+                f"{binding}{list(at)} is {actual[at]!r}, expected {want[at]!r}; "
+                f"{(~ok).sum()} of {ok.size} wrong"
+            )
+    return faults
+
+
+def check(variant: Variant, buffers: Buffers, rng: np.random.Generator, accumulate: bool = True) -> None:
+    """Assert that the kernel equals its oracle."""
+    arrays = draw(variant, rng)
+    expected = expect(variant, arrays)
+    got, faults = run(variant, buffers, arrays, accumulate)
+    faults += compare(variant, arrays, expected, got, accumulate)
+    assert not faults, f"{variant}\n" + "\n".join(faults)

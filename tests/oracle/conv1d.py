@@ -1,0 +1,137 @@
+import numpy as np
+
+from . import case, oracle
+
+
+def windows(xz, d_inner, d_conv, state):
+    """x with the d_conv - 1 inputs before it, as (batch, seqlen, d_inner, d_conv)."""
+    x = xz[..., :d_inner]
+    if state is None:
+        state = np.zeros((x.shape[0], d_conv - 1, d_inner))
+    padded = np.concatenate([state, x], 1)
+    return np.lib.stride_tricks.sliding_window_view(padded, d_conv, axis=1)
+
+
+def pre_activation(xz, weight, bias, state=None):
+    x = windows(xz, weight.shape[0], weight.shape[2], state)
+    return (x * weight[:, 0]).sum(-1) + (0 if bias is None else bias), x
+
+
+def sigmoid(x):
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+@oracle(
+    case(batch=2, seqlen=37, d_inner=5, two_d_inner=10, d_conv=4, one=1, context=3),
+    case(batch=2, seqlen=70, d_inner=12, two_d_inner=24, d_conv=3, one=1, leave_out=("state",)),
+    case(
+        batch=1,
+        seqlen=2,
+        d_inner=300,
+        two_d_inner=600,
+        d_conv=5,
+        one=1,
+        context=4,
+        leave_out=("bias",),
+    ),
+    case(
+        batch=3,
+        seqlen=33,
+        d_inner=8,
+        two_d_inner=16,
+        d_conv=1,
+        one=1,
+        leave_out=("bias", "state"),
+    ),
+)
+def conv1d_silu_forward(xz, weight, bias, state):
+    pre, _ = pre_activation(xz, weight, bias, state)
+    u_delta = np.full(xz.shape, np.nan)
+    u_delta[..., : weight.shape[0]] = pre * sigmoid(pre)
+    return {"u_delta": u_delta}
+
+
+@oracle(
+    case(batch=2, seqlen=5, d_inner=7, two_d_inner=14, context=3),
+    case(batch=2, seqlen=1, d_inner=150, two_d_inner=300, context=3),
+    case(batch=1, seqlen=4, d_inner=4, two_d_inner=8, context=4),
+)
+def conv1d_silu_state(xz, state):
+    context, d_inner = state.shape[1:]
+    return {"state": np.concatenate([state, xz[..., :d_inner]], 1)[:, -context:]}
+
+
+@oracle(
+    case(
+        batch=2,
+        seqlen=37,
+        d_inner=5,
+        two_d_inner=10,
+        d_conv=4,
+        one=1,
+        parts=6,
+        stride=64,
+        bias_stride=64,
+        run=16,
+    ),
+    case(
+        batch=2,
+        seqlen=70,
+        d_inner=24,
+        two_d_inner=48,
+        d_conv=3,
+        one=1,
+        parts=4,
+        stride=128,
+        bias_stride=64,
+        run=64,
+    ),
+    case(
+        batch=1,
+        seqlen=3,
+        d_inner=300,
+        two_d_inner=600,
+        d_conv=5,
+        one=1,
+        parts=1,
+        stride=1536,
+        run=64,
+        leave_out=("bias", "bias_partials"),
+    ),
+    case(
+        batch=2,
+        seqlen=17,
+        d_inner=8,
+        two_d_inner=16,
+        d_conv=1,
+        one=1,
+        parts=4,
+        bias_stride=64,
+        run=16,
+        leave_out=("weight_partials",),
+    ),
+)
+def conv1d_silu_backward(du_ddt, xz, weight, bias, weight_partials, bias_partials, run):
+    d_inner, _, d_conv = weight.shape
+    batch, seqlen, _ = xz.shape
+    pre, x = pre_activation(xz, weight, bias)
+    s = sigmoid(pre)
+    dpre = du_ddt[..., :d_inner] * s * (1 + pre * (1 - s))
+    dpadded = np.zeros((batch, seqlen + d_conv - 1, d_inner))
+    dxz = np.full(xz.shape, np.nan)
+    for k in range(d_conv):
+        dpadded[:, k : k + seqlen] += dpre * weight[:, 0, k]
+    dxz[..., :d_inner] = dpadded[:, d_conv - 1 :]
+    result = {"dxz": dxz}
+    runs = [(b, slice(t, t + run)) for b in range(batch) for t in range(0, seqlen, run)]
+    if weight_partials is not None:
+        partials = np.full(weight_partials.shape, np.nan)
+        for part, at in zip(partials, runs, strict=True):
+            part[: d_inner * d_conv] = (dpre[at][..., None] * x[at]).sum(0).ravel()
+        result["weight_partials"] = partials
+    if bias_partials is not None:
+        partials = np.full(bias_partials.shape, np.nan)
+        for part, at in zip(partials, runs, strict=True):
+            part[:d_inner] = dpre[at].sum(0)
+        result["bias_partials"] = partials
+    return result

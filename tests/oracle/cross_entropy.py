@@ -1,0 +1,36 @@
+import numpy as np
+
+from . import case, oracle, uniform
+
+
+def some_ignored(rng, shape, values):
+    targets = rng.integers(0, values["vocab_size"], shape)
+    targets[::5] = 2**32 - 100
+    return targets
+
+
+@oracle(
+    case(rows=37, vocab_size=23, one=1),
+    case(rows=5, vocab_size=5000, one=1),
+    case(rows=11, vocab_size=260, one=1, gradient=False),
+    case(rows=1, vocab_size=1, one=1),
+    draw={"targets": some_ignored, "logits": uniform(-20, 20)},
+)
+def cross_entropy(targets, batch_scale, logits, gradient):
+    rows = np.arange(len(targets))
+    counted = targets < logits.shape[1]
+    at = np.where(counted, targets, 0)
+    highest = logits.max(-1, keepdims=True)
+    exps = np.exp(logits - highest)
+    log_sum = np.log(exps.sum(-1)) + highest[:, 0]
+    row_loss = np.where(counted, log_sum - logits[rows, at], 0) * batch_scale
+    if not gradient:
+        return {"logits": np.full(logits.shape, np.nan), "row_loss": row_loss}
+    dlogits = exps / exps.sum(-1, keepdims=True)
+    dlogits[rows, at] -= 1
+    return {"logits": dlogits * counted[:, None] * batch_scale, "row_loss": row_loss}
+
+
+@oracle(case(rows=1, one=1), case(rows=1000, one=1))
+def loss_sum(row_loss):
+    return {"loss": row_loss.sum(keepdims=True)}

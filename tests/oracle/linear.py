@@ -1,0 +1,88 @@
+import math
+
+import numpy as np
+
+from . import case, oracle
+
+TILES = [  # other register tiles: staged with padding and without, straight from storage
+    {"tile_m": 32, "tile_n": 64, "tile_k": 8, "thread_m": 8, "thread_n": 4, "pad": 1, "swizzle": 2, "lanes": 0, "workgroup": 64},
+    {"tile_m": 64, "tile_n": 32, "tile_k": 4, "thread_m": 16, "thread_n": 8, "pad": 0, "swizzle": 1, "lanes": 0, "workgroup": 16},
+    {"tile_m": 64, "tile_n": 16, "tile_k": 4, "thread_m": 4, "thread_n": 16, "swizzle": 8, "lanes": 1, "workgroup": 16},
+]  # fmt: skip
+
+
+@oracle(
+    case(rows=37, d_out=45, d_in=33, x_stride=33, out_stride=45),
+    case(rows=130, d_out=132, d_in=20, x_stride=20, out_stride=132),
+    case(("residual",), rows=70, d_out=24, d_in=40, x_stride=48, x_start=8, out_stride=80, out_start=24, activation="softplus"),
+    case(("residual",), rows=9, d_out=10, d_in=6, x_stride=8, x_start=1, out_stride=16, out_start=3, activation="softplus"),
+    case(("bias",), rows=1, d_out=70, d_in=128, x_stride=128, out_stride=70),
+    case(("bias", "residual"), rows=1, d_out=1, d_in=1, x_stride=1, out_stride=1),
+    *(case(rows=67, d_out=68, d_in=36, x_stride=36, out_stride=68, choices=t) for t in TILES),
+    *(case(rows=64, d_out=64, d_in=16, x_stride=16, out_stride=64, choices=t) for t in TILES),
+)  # fmt: skip
+def linear_forward(x, weight, bias, residual, out_stride, x_start, out_start, activation):
+    d_out, d_in = weight.shape
+    y = x[:, x_start : x_start + d_in] @ weight.T
+    if bias is not None:
+        y = y + bias
+    if activation == "softplus":
+        y = np.logaddexp(0, y)
+    if residual is not None:
+        y = y + residual
+    out = np.full((len(x), out_stride), np.nan)
+    out[:, out_start : out_start + d_out] = y
+    return {"out": out}
+
+
+@oracle(
+    case(rows=37, d_out=45, d_in=33, dout_stride=45, dx_stride=33),
+    case(rows=130, d_out=20, d_in=132, dout_stride=20, dx_stride=132),
+    case(rows=70, d_out=40, d_in=24, dout_stride=48, dout_start=8, dx_stride=80, dx_start=24),
+    case(rows=9, d_out=6, d_in=10, dout_stride=8, dout_start=1, dx_stride=16, dx_start=3),
+    case(rows=1, d_out=1, d_in=1, dout_stride=1, dx_stride=1),
+    *(case(rows=67, d_out=36, d_in=68, dout_stride=36, dx_stride=68, choices=t) for t in TILES),
+    *(case(rows=64, d_out=16, d_in=64, dout_stride=16, dx_stride=64, choices=t) for t in TILES),
+)
+def linear_backward_x(dout, weight, dx_stride, dout_start, dx_start):
+    d_out, d_in = weight.shape
+    dx = np.full((len(dout), dx_stride), np.nan)
+    dx[:, dx_start : dx_start + d_in] = dout[:, dout_start : dout_start + d_out] @ weight
+    return {"dx": dx}
+
+
+@oracle(
+    case(rows=37, d_out=45, d_in=33, dout_stride=45, x_stride=33),
+    case(("dbias",), rows=70, d_out=24, d_in=40, dout_stride=80, dout_start=24, x_stride=48, x_start=8),
+    case(rows=9, d_out=6, d_in=10, dout_stride=8, dout_start=1, x_stride=16, x_start=3),
+    case(rows=1, d_out=1, d_in=1, dout_stride=1, x_stride=1),
+    case(rows=20, d_out=130, d_in=132, dout_stride=130, x_stride=132),
+    *(case(rows=37, d_out=72, d_in=68, dout_stride=72, x_stride=68, choices=t) for t in TILES),
+    *(case(rows=16, d_out=64, d_in=64, dout_stride=64, x_stride=64, choices=t) for t in TILES),
+)  # fmt: skip
+def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
+    dout, x = dout[:, dout_start : dout_start + d_out], x[:, x_start : x_start + d_in]
+    grads = {"dweight": dout.T @ x}
+    return grads if dbias is None else grads | {"dbias": dout.sum(0)}
+
+
+@oracle(
+    case(rows=37, d_out=45, d_in=33, dout_stride=45, x_stride=33, parts=2, weight_stride=1536, bias_stride=64),
+    case(("bias_partials",), rows=70, d_out=24, d_in=40, dout_stride=80, dout_start=24, x_stride=48, x_start=8, parts=3, weight_stride=960),
+    case(rows=5, d_out=6, d_in=10, dout_stride=8, dout_start=1, x_stride=16, x_start=3, parts=4, weight_stride=64, bias_stride=64),
+    *(case(rows=100, d_out=72, d_in=68, dout_stride=72, x_stride=68, parts=3, weight_stride=4928, bias_stride=128, choices=t) for t in TILES),
+)  # fmt: skip
+def linear_backward_weight_partial(
+    dout, x, d_out, d_in, dout_start, x_start, parts, weight_stride, bias_partials
+):
+    dout, x = dout[:, dout_start : dout_start + d_out], x[:, x_start : x_start + d_in]
+    span = math.ceil(math.ceil(len(x) / parts) / 32) * 32  # rows of a part
+    weight_partials = np.full((parts, weight_stride), np.nan)
+    bias = None if bias_partials is None else np.full(bias_partials.shape, np.nan)
+    for p in range(parts):
+        rows = slice(p * span, (p + 1) * span)
+        weight_partials[p, : d_out * d_in] = (dout[rows].T @ x[rows]).ravel()
+        if bias is not None:
+            bias[p, :d_out] = dout[rows].sum(0)
+    partials = {"weight_partials": weight_partials}
+    return partials if bias is None else partials | {"bias_partials": bias}

@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+
+from tests import finite_differences
+from tests.oracle import selective_scan as oracle
+
+
+def softplus(x):
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
+class Scan:
+    """The op, composed of its kernels' oracles, over several segments."""
+
+    def __init__(self, clamp, state, **sizes):
+        self.clamp, self.state = clamp, state
+        self.values = oracle.dims(**sizes)
+        self.values.setdefault("discretization", "euler")
+
+    def pick(self, *names):
+        return {k: self.values[k] for k in names}
+
+    def forward(self, u, dt, x_dbl, xz, A_log, D):
+        """All tensors that the forward pass makes."""
+        v = self.values
+        u_delta = np.concatenate([u, softplus(dt)], -1)
+        AD = oracle.scan_prepare(A_log, D, self.clamp)["AD"]
+        common = {"u_delta": u_delta, "x_dbl": x_dbl, "AD": AD}
+        cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments")
+        zoh = self.pick("discretization")
+        local = oracle.scan_local(**common, **cut, **zoh, chunks=v["chunks"])
+        states, sums = local["chunk_states"], local["delta_sums"]
+        starts = oracle.scan_combine(AD, sums, self.state, states, v["per_segment"], False)
+        out = oracle.scan_forward(
+            **common, xz=xz, chunk_states=starts["states"], state=self.state, **cut, **zoh
+        )
+        return {**common, **out}
+
+    def backward(self, dg, u, dt, x_dbl, xz, A_log, D):
+        saved = self.forward(u, dt, x_dbl, xz, A_log, D)
+        cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments")
+        common = {k: saved[k] for k in ("u_delta", "x_dbl", "AD")}
+        gate = oracle.scan_backward_gate(xz, saved["y"], dg)
+        common["dy"] = gate["dg"]
+        local = oracle.scan_backward_local(**common, **cut)
+        carry = oracle.scan_combine(saved["AD"], local["delta_sums"], None, local["carry"], 1, True)
+        main = oracle.scan_backward(
+            **common,
+            chunk_states=saved["chunk_states"],
+            carry=carry["states"],
+            **cut,
+            **self.pick("channels", "discretization"),
+        )
+        shape = self.pick("batch", "seqlen", "dt_rank", "d_state", "d_inner", "blocks", "segments")
+        sums = oracle.scan_backward_sums(main["partials"], A_log, D, **shape)
+        du, ddt = np.split(main["du_ddt"], 2, -1)
+        return {
+            "u": du,
+            "dt": ddt,
+            "x_dbl": sums["dx_dbl"],
+            "xz": np.nan_to_num(gate["dxz"]),  # the x half is the convolution's
+            "A_log": sums["dA_log"],
+            "D": sums["dD"],
+        }
+
+
+@pytest.mark.parametrize("discretization", ["euler", "zoh"])
+@pytest.mark.parametrize("clamp", [None, (-0.4, 0.5)], ids=["free", "clamped"])
+@pytest.mark.parametrize("carried", [False, True], ids=["from zero", "from a state"])
+def test_selective_scan(rng, discretization, clamp, carried):
+    batch, seqlen, d_inner, d_state, dt_rank = 2, 7, 3, 5, 1
+    state = rng.uniform(-1, 1, (batch, 2, d_inner, 4)) if carried else None
+    scan = Scan(
+        clamp,
+        state,
+        batch=batch,
+        seqlen=seqlen,
+        d_inner=d_inner,
+        d_state=d_state,
+        dt_rank=dt_rank,
+        chunk=2,
+        per_segment=2,
+        channels=2,
+        discretization=discretization,
+    )
+    arrays = {
+        "u": rng.uniform(-1, 1, (batch, seqlen, d_inner)),
+        "dt": rng.uniform(-2, 2, (batch, seqlen, d_inner)),
+        "x_dbl": rng.uniform(-1, 1, (batch, seqlen, dt_rank + 2 * d_state)),
+        "xz": rng.uniform(-1, 1, (batch, seqlen, 2 * d_inner)),
+        "A_log": rng.uniform(-1, 1, (d_inner, d_state)),
+        "D": rng.uniform(-1, 1, d_inner),
+    }
+    dg = rng.uniform(-1, 1, (batch, seqlen, d_inner))
+    grads = scan.backward(dg, **arrays)
+    finite_differences.check(lambda **a: (dg * scan.forward(**a)["g"]).sum(), arrays, grads)
+    if clamp:
+        outside = (arrays["A_log"] <= clamp[0]) | (arrays["A_log"] >= clamp[1])
+        assert outside.any()
+        assert not grads["A_log"][outside].any()
+
+
+def test_the_series_of_phi1_meet_their_quotients():
+    X = np.array([-1.0001, -0.9999, 0.9999, 1.0001]) * oracle.SMALL
+    for f in (oracle.phi1, oracle.dphi1):
+        below, inside_below, inside_above, above = f(X)
+        assert inside_below == pytest.approx(below, rel=1e-5)
+        assert inside_above == pytest.approx(above, rel=1e-5)

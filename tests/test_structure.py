@@ -1,0 +1,83 @@
+"""What can be known about every shader without a GPU."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests import harness
+from tests.oracle import ORACLES
+from wgsl_train.kernel import KERNELS, SHADER_DIR, Target
+from wgsl_train.plan import Layout, Plan
+
+SOURCES = sorted(SHADER_DIR.rglob("*.wgsl"))
+VARIANTS = [v for name in sorted(ORACLES) if name in KERNELS for v in harness.variants(name)]
+
+
+def render(variant: harness.Variant) -> str:
+    target = variant.target(Target())
+    plan = Plan(Layout([], target), replace(target, max_binding=1 << 31, max_buffer=1 << 31))
+    shapes = variant.shapes
+    plan.dispatch(
+        variant.kernel,
+        **{b: plan.persistent(b, s, "u32" if b in variant.kernel.u32 else "f32") for b, s in shapes.items()},
+        **variant.options,
+    )
+    return plan.dispatches[0].render().source
+
+
+def test_every_kernel_has_a_shader_and_an_oracle_and_none_is_left_over():
+    assert KERNELS.keys() == ORACLES.keys() == {p.stem for p in SHADER_DIR.glob("*.wgsl")}
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda k: k.name)
+def test_binds_at_most_eight_buffers(kernel):
+    assert len(kernel.bindings) <= 8
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_fits_the_portable_limits(variant):
+    source = render(variant)
+    size = re.search(r"@workgroup_size\(([^)]*)\)", source)[1]
+    invocations = 1
+    for part in size.split(","):
+        invocations *= int(part.strip().rstrip("u"))
+    assert invocations <= 256
+    assert workgroup_bytes(source) <= 16384
+
+
+def workgroup_bytes(source: str) -> int:
+    widths = {"f32": 4, "u32": 4, "i32": 4, "vec4<f32>": 16, "vec4f": 16, "vec2f": 8, "vec2<f32>": 8}
+
+    def width(kind: str) -> int:
+        kind = kind.strip()
+        if array := re.fullmatch(r"array<(.*),\s*(\d+)u?\s*>", kind):
+            return width(array[1]) * int(array[2])
+        if atomic := re.fullmatch(r"atomic<(.*)>", kind):
+            return width(atomic[1])
+        return widths[kind]
+
+    return sum(width(kind) for kind in re.findall(r"var<workgroup>\s*\w+\s*:\s*([^;=]*)", source))
+
+
+def test_workgroup_bytes_are_counted():
+    text = "var<workgroup> a: array<vec4f, 100>; var<workgroup> b: array<array<f32, 16>, 17>;"
+    assert workgroup_bytes(text) == 1600 + 4 * 16 * 17
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_text_rules(path):
+    text = re.sub(r"//.*", "", path.read_text())
+    assert path.read_text().startswith("//"), "the first line is the formula"
+    assert not re.search(r"atomic<f32>", text), "float atomics: not in core WGSL, not deterministic"
+    assert not re.search(r"0x7f8|0x1p128|\binf\b|\bnan\b", text, re.I), "infinity or NaN as a value"
+    assert "enable " not in text, "features are declared per target, not in the template"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_no_return_before_a_barrier(variant):
+    """Every invocation reaches every barrier: a function that waits has no earlier return."""
+    for body in re.findall(r"\bfn \w+[^{]*\{(.*?)\n\}", render(variant), re.S):
+        text = re.sub(r"//.*", "", body)
+        if "workgroupBarrier" in text and "return" in text:
+            assert text.rindex("workgroupBarrier") < text.index("return")

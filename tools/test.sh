@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Set-up, then the whole test suite. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tools/setup.sh dev
+exec .venv/bin/python -m pytest -q "$@"

@@ -1,0 +1,5 @@
+"""`python -m wgsl_train` is `wgsl-train`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,542 @@
+"""Model and training configuration: frozen dataclasses, derived sizes, validation.
+
+Glossary. [1] is the Mamba paper (Gu and Dao 2023, arXiv:2312.00752); official names are those of
+state-spaces/mamba, and of Hugging Face's MambaConfig after the slash where they differ.
+
+    batch, seqlen   sequences in a batch, tokens in a sequence     (`B`, `L` in [1] Algorithm 2)
+    rows            batch * seqlen
+    vocab_size      number of distinct tokens                       official: vocab_size
+    d_model         width of the residual stream                    (`D` in [1] Algorithm 2)
+                    official: d_model / hidden_size
+    n_layer         number of Mamba blocks                          official: n_layer / num_hidden_layers
+    expand          expansion factor                                (`E` in [1] Section 3.4)
+    d_inner         expand * d_model: channels of conv and scan     official: d_inner / intermediate_size
+    d_state         state size of each channel                      (`N` in [1] Algorithm 2)
+                    official: d_state / state_size
+    d_conv          taps of the causal depthwise convolution        ([1] Section 3.4, Figure 3)
+                    official: d_conv / conv_kernel
+    dt_rank         rank of the projection that makes delta         (`R` in [1] Section 3.6)
+                    official: dt_rank / time_step_rank
+    A, A_log        state matrix, diagonal; A = -exp(A_log)         ([1] Section 3.6, S4D-Real)
+    B, C            input and output matrices, selective            ([1] Section 3.2)
+    D               skip from the scan's input to its output
+    xz, x, z        in_proj's output; its two halves: into the convolution, and the gate
+    u               the scan's input: silu(conv1d(x))
+    x_dbl           x_proj's output: dt, B and C side by side
+    dt, delta       the step size before and after softplus         (`Δ` in [1] Section 3.2)
+    y               the scan's output                               ([1] Algorithm 2)
+    discretization  how A and B become discrete:                    ([1] Section 2, equation 4)
+                    euler is delta * B, as the official kernels compute it;
+                    zoh, zero-order hold, is (exp(delta * A) - 1) / A * B
+    m, v            first and second moments of AdamW               (Loshchilov and Hutter 2019)
+    nats            unit of the loss: natural logarithms of probabilities
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+import math
+import numbers
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from .errors import ConfigError
+
+NO_DECAY = ("*A_log", "*.D", "*norm*.weight", "*.bias")
+VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers cannot express
+
+
+def _rule(
+    default: Any, low: float | None = None, high: float | None = None, *, among: Iterable[Any] = ()
+) -> Any:
+    """A dataclass field with its allowed range: low <= value <= high, or one of `among`."""
+    return field(default=default, metadata={"low": low, "high": high, "among": tuple(among)})
+
+
+class _Checked:
+    """What both configurations share: every field is checked against its annotation and range."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if (value is None or value == "auto") and f.default == value:
+                continue
+            value = self._typed(f.name, value, str(f.type).removesuffix(" | None"), f.metadata)
+            object.__setattr__(self, f.name, value)
+
+    def _typed(self, name: str, value: Any, kind: str, rule: Mapping[str, Any]) -> Any:
+        """The value, as the field's own type. Raises ConfigError."""
+        span = _span(rule.get("low"), rule.get("high"))
+        is_bool = isinstance(value, bool)
+        if kind == "bool":
+            right, allowed = is_bool, "true or false"
+        elif kind == "int":
+            right = isinstance(value, numbers.Integral) and not is_bool and _within(value, rule)
+            allowed = f"an integer{span}"
+        elif kind == "float":
+            right = isinstance(value, numbers.Real) and not is_bool and _within(value, rule)
+            allowed = f"a number{span}"
+        elif kind == "tuple[str, ...]":
+            right = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+            allowed = "a list of name patterns"
+        elif kind == "tuple[float, float]":
+            right = (
+                isinstance(value, (list, tuple))
+                and len(value) == 2
+                and all(isinstance(v, numbers.Real) and not isinstance(v, bool) for v in value)
+                and all(_within(v, rule) for v in value)
+                and value[0] < value[1]
+            )
+            allowed = f"(low, high), low < high, each a number{span}"
+        else:
+            right = isinstance(value, str) and value in rule["among"]
+            allowed = " or ".join(map(repr, rule["among"]))
+        if not right:
+            self._refuse(name, value, allowed)
+        return _CAST.get(kind, lambda v: v)(value)
+
+    def _refuse(self, name: str, value: Any, allowed: str) -> None:
+        raise ConfigError(f"{type(self).__name__}.{name} is {value!r}; allowed: {allowed}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """A configuration from a mapping of field names. Raises ConfigError at an unknown one."""
+        check_keys(values, [f.name for f in fields(cls)], cls.__name__)  # type: ignore[arg-type]
+        for f in fields(cls):  # type: ignore[arg-type]
+            if f.default is MISSING and f.name not in values:
+                raise ConfigError(f"{cls.__name__} needs {f.name}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON knows them."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload, no-any-return]
+
+
+_CAST: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "float": float,
+    "tuple[str, ...]": tuple,
+    "tuple[float, float]": lambda pair: tuple(map(float, pair)),
+}
+
+
+def _within(value: Any, rule: Mapping[str, Any]) -> bool:
+    """Whether a number is finite and in its field's range."""
+    low, high = rule.get("low"), rule.get("high")
+    return bool(
+        -math.inf < value < math.inf
+        and (low is None or low <= value)
+        and (high is None or value <= high)
+    )
+
+
+def _span(low: float | None, high: float | None) -> str:
+    """A range in words, to follow a noun."""
+    if low is None:
+        return ""
+    return f" from {low} to {high}" if high is not None else f", {low} or more"
+
+
+def check_keys(given: Iterable[str], valid: Iterable[str], where: str) -> None:
+    """Raises ConfigError naming the first unknown key and the nearest valid one."""
+    valid = list(valid)
+    for key in given:
+        if key not in valid:
+            near = difflib.get_close_matches(key, valid, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(valid)
+            raise ConfigError(f"{where} has no {key!r}; {hint}")
+
+
+@dataclass(frozen=True)
+class MambaConfig(_Checked):
+    """A Mamba language model: its sizes, its variant, and how it is initialised.
+
+    The defaults describe the official model, as Hugging Face's MambaForCausalLM computes it; see
+    the module's glossary for the sizes. Raises ConfigError naming field, value and allowed range.
+
+    dt_rank                  "auto", the default, becomes ceil(d_model / 16)
+    discretization           "euler" or "zoh"
+    use_conv_bias            whether conv1d has a bias
+    use_bias                 whether in_proj and out_proj have one
+    x_proj_bias              whether x_proj has one
+    lm_head_bias             whether the head has one
+    tie_embeddings           whether the head's weight is the embedding table
+    norm_eps                 added to the mean square in every RMSNorm
+    a_log_clamp              (low, high): A = -exp(clamp(A_log)), with no gradient outside
+    pad_vocab_size_multiple  the table has vocab_size rounded up to a multiple of this
+    init                     "official" or "memory_engine": the distributions of the first weights
+    initializer_range        official init: standard deviation of the embeddings
+    rescale_prenorm_residual official init: out_proj divided by sqrt(n_layer)
+    time_step_*              official init: delta starts log-uniform in [min, max], at least floor;
+                             scale multiplies the range of dt_proj's weight
+    residual_in_fp32         kept for other programs; residuals are in float32 here always
+    bos/eos/pad_token_id     kept for tokenizers; eos ends generation
+    """
+
+    vocab_size: int = _rule(MISSING, 1, 1 << 20)
+    d_model: int = _rule(MISSING, 1, 1 << 16)
+    n_layer: int = _rule(MISSING, 1, 4096)
+    d_state: int = _rule(16, 1, 1024)
+    d_conv: int = _rule(4, 1, 1024)
+    expand: int = _rule(2, 1, 64)
+    dt_rank: int = _rule("auto", 1, 1 << 16)
+    discretization: Literal["euler", "zoh"] = _rule("euler", among=("euler", "zoh"))
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    x_proj_bias: bool = False
+    lm_head_bias: bool = False
+    tie_embeddings: bool = True
+    norm_eps: float = _rule(1e-5, 1e-12, 1.0)
+    a_log_clamp: tuple[float, float] | None = _rule(None, -80.0, 80.0)
+    pad_vocab_size_multiple: int = _rule(1, 1, 1 << 16)
+    init: Literal["official", "memory_engine"] = _rule(
+        "official", among=("official", "memory_engine")
+    )
+    initializer_range: float = _rule(0.02, 0.0, 10.0)
+    rescale_prenorm_residual: bool = True
+    time_step_min: float = _rule(1e-3, 1e-12, 1e3)
+    time_step_max: float = _rule(0.1, 1e-12, 1e3)
+    time_step_floor: float = _rule(1e-4, 1e-12, 1e3)
+    time_step_scale: float = _rule(1.0, 1e-12, 1e3)
+    residual_in_fp32: bool = True
+    bos_token_id: int | None = _rule(None, 0, (1 << 31) - 1)
+    eos_token_id: int | None = _rule(None, 0, (1 << 31) - 1)
+    pad_token_id: int | None = _rule(None, 0, (1 << 31) - 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dt_rank == "auto":  # type: ignore[comparison-overlap]
+            object.__setattr__(self, "dt_rank", -(-self.d_model // 16))
+        if self.time_step_min > self.time_step_max:
+            self._refuse(
+                "time_step_min", self.time_step_min, f"at most time_step_max, {self.time_step_max}"
+            )
+        if self.padded_vocab_size > 1 << 20:
+            self._refuse(
+                "pad_vocab_size_multiple",
+                self.pad_vocab_size_multiple,
+                f"one that leaves the padded vocabulary at {1 << 20} or less",
+            )
+
+    @property
+    def d_inner(self) -> int:
+        """Channels of the convolution and the scan."""
+        return self.expand * self.d_model
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: vocab_size rounded up to pad_vocab_size_multiple."""
+        multiple = self.pad_vocab_size_multiple
+        return -(-self.vocab_size // multiple) * multiple
+
+    @classmethod
+    def memory_engine(cls, **overrides: Any) -> Self:
+        """The variant with zero-order hold, biases everywhere, and A_log clamped to (-10, 5)."""
+        preset = {
+            "discretization": "zoh",
+            "use_bias": True,
+            "x_proj_bias": True,
+            "lm_head_bias": True,
+            "norm_eps": 1e-6,
+            "a_log_clamp": (-10.0, 5.0),
+            "init": "memory_engine",
+        }
+        return cls.from_dict(preset | overrides)
+
+    def to_json(self) -> str:
+        """This configuration in this package's own dialect."""
+        return json.dumps({"model_type": "wgsl_train", **self.to_dict()}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`; reads the other dialects too."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"a model configuration is not JSON: {error}") from None
+        return cls.from_hugging_face(values)
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The contents of config.json, as transformers.MambaForCausalLM reads it.
+
+        What transformers has no key for stands under "wgsl_train". Where that would change the
+        logits, model_type and hidden_act are ones that transformers does not know, so that it
+        refuses the model rather than computing another one.
+        """
+        inexpressible = {
+            name: getattr(self, name)
+            for name, plain in _CHANGES_LOGITS.items()
+            if getattr(self, name) != plain
+        }
+        extra: dict[str, Any] = dict(inexpressible)
+        if self.init != "official":
+            extra["init"] = self.init
+        if self.pad_vocab_size_multiple != 1:
+            extra["vocab_size"] = self.vocab_size
+            extra["pad_vocab_size_multiple"] = self.pad_vocab_size_multiple
+        known = {theirs: getattr(self, ours) for theirs, ours in _HUGGING_FACE.items()}
+        config = {
+            "architectures": [] if inexpressible else ["MambaForCausalLM"],
+            "model_type": VARIANT if inexpressible else "mamba",
+            "hidden_act": f"silu in {VARIANT}" if inexpressible else "silu",
+            **known,
+            "vocab_size": self.padded_vocab_size,
+            "intermediate_size": self.d_inner,
+        }
+        if extra:
+            config["wgsl_train"] = extra
+        return json.loads(json.dumps(config))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
+        """A configuration from the contents of a config.json, in any of three dialects:
+        Hugging Face's, mamba_ssm's, and this package's own (`to_json`).
+
+        Raises ConfigError naming the key where one is missing, or asks for another model.
+        """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config.json holds {type(config).__name__}, not an object")
+        kind = config.get("model_type")
+        if kind == "wgsl_train":
+            return cls.from_dict({k: v for k, v in config.items() if k != "model_type"})
+        if kind not in (None, "mamba", VARIANT):
+            raise ConfigError(f"config.json: model_type is {kind!r}; only 'mamba' is known")
+        architectures = config.get("architectures") or []
+        if not isinstance(architectures, list):
+            raise ConfigError(f"config.json: architectures is {architectures!r}, not a list")
+        for name in architectures:
+            if name not in ("MambaForCausalLM", "MambaLMHeadModel"):
+                raise ConfigError(
+                    f"config.json: architectures names {name!r}; only 'MambaForCausalLM' is known"
+                )
+        if kind is None and "hidden_size" not in config and "d_model" in config:
+            return cls._from_mamba_ssm(config)
+        return cls._from_transformers(config)
+
+    @classmethod
+    def _from_transformers(cls, config: Mapping[str, Any]) -> Self:
+        # use_bias is among the needed keys because its default differs between releases
+        _need(config, ["hidden_size", "num_hidden_layers", "vocab_size", "use_bias"])
+        act = config.get("hidden_act", "silu")
+        if act != "silu" and config.get("model_type") != VARIANT:
+            raise ConfigError(f"config.json: hidden_act is {act!r}; only 'silu' is known")
+        if config.get("rms_norm", True) is not True:
+            raise ConfigError(
+                f"config.json: rms_norm is {config['rms_norm']!r}; only true is known"
+            )
+        values = {
+            ours: config[theirs] for theirs, ours in _HUGGING_FACE.items() if theirs in config
+        }
+        extra = config.get("wgsl_train", {})
+        if not isinstance(extra, Mapping):
+            raise ConfigError(f"config.json: wgsl_train is {extra!r}, not an object")
+        allowed = [*_CHANGES_LOGITS, "init", "vocab_size", "pad_vocab_size_multiple"]
+        check_keys(extra, allowed, "config.json: wgsl_train")
+        made = cls.from_dict(values | dict(extra))
+        for key, ours in (
+            ("intermediate_size", made.d_inner),
+            ("vocab_size", made.padded_vocab_size),
+        ):
+            if config.get(key, ours) != ours:
+                raise ConfigError(
+                    f"config.json: {key} is {config[key]!r}, but the other keys make it {ours}"
+                )
+        return made
+
+    @classmethod
+    def _from_mamba_ssm(cls, config: Mapping[str, Any]) -> Self:
+        _need(config, ["d_model", "n_layer", "vocab_size"])
+        check_keys(config, _MAMBA_SSM, "config.json (in mamba_ssm's form)")
+        ssm = config.get("ssm_cfg") or {}
+        if not isinstance(ssm, Mapping):
+            raise ConfigError(f"config.json: ssm_cfg is {ssm!r}, not an object")
+        check_keys(ssm, [*_SSM_CFG, *_SSM_CFG_ONLY], "config.json: ssm_cfg")
+        for where, key, value, only in (
+            ("", "rms_norm", config.get("rms_norm", True), True),
+            ("", "attn_layer_idx", config.get("attn_layer_idx") or [], []),
+            ("", "d_intermediate", config.get("d_intermediate", 0), 0),
+            ("ssm_cfg.", "layer", ssm.get("layer", "Mamba1"), "Mamba1"),
+        ):
+            if value != only:
+                raise ConfigError(f"config.json: {where}{key} is {value!r}; only {only!r} is known")
+        values = {k: config[k] for k in ("d_model", "n_layer", "vocab_size")}
+        values["pad_vocab_size_multiple"] = config.get("pad_vocab_size_multiple", 8)
+        for key in ("residual_in_fp32", "tie_embeddings"):
+            if key in config:
+                values[key] = config[key]
+        return cls.from_dict(values | {ours: ssm[k] for k, ours in _SSM_CFG.items() if k in ssm})
+
+
+# Fields without a counterpart in transformers, and the values with which it computes
+_CHANGES_LOGITS = {
+    "discretization": "euler",
+    "a_log_clamp": None,
+    "x_proj_bias": False,
+    "lm_head_bias": False,
+}
+
+_HUGGING_FACE = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layer",
+    "state_size": "d_state",
+    "conv_kernel": "d_conv",
+    "expand": "expand",
+    "time_step_rank": "dt_rank",
+    "use_bias": "use_bias",
+    "use_conv_bias": "use_conv_bias",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "residual_in_fp32": "residual_in_fp32",
+    "initializer_range": "initializer_range",
+    "rescale_prenorm_residual": "rescale_prenorm_residual",
+    "time_step_min": "time_step_min",
+    "time_step_max": "time_step_max",
+    "time_step_floor": "time_step_floor",
+    "time_step_scale": "time_step_scale",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "pad_token_id",
+}
+_MAMBA_SSM = [
+    "d_model",
+    "d_intermediate",
+    "n_layer",
+    "vocab_size",
+    "ssm_cfg",
+    "attn_layer_idx",
+    "attn_cfg",
+    "rms_norm",
+    "residual_in_fp32",
+    "fused_add_norm",
+    "pad_vocab_size_multiple",
+    "tie_embeddings",
+    "architectures",
+]
+_SSM_CFG = {
+    "d_state": "d_state",
+    "d_conv": "d_conv",
+    "expand": "expand",
+    "dt_rank": "dt_rank",
+    "dt_min": "time_step_min",
+    "dt_max": "time_step_max",
+    "dt_scale": "time_step_scale",
+    "dt_init_floor": "time_step_floor",
+    "conv_bias": "use_conv_bias",
+    "bias": "use_bias",
+}
+_SSM_CFG_ONLY = ("layer", "dt_init", "use_fast_path")  # read, or of no effect on a trained model
+
+
+def _need(config: Mapping[str, Any], keys: Iterable[str]) -> None:
+    for key in keys:
+        if key not in config:
+            raise ConfigError(f"config.json has no {key!r}")
+
+
+@dataclass(frozen=True)
+class TrainConfig(_Checked):
+    """How a model is trained. Raises ConfigError naming field, value and allowed range.
+
+    A step is an optimizer step: `gradient_accumulation` batches, or fewer at an epoch's end.
+
+    lr                       peak learning rate; every step moves a weight by about this much
+    schedule                 after the warm-up: "constant", "linear" or "cosine" down to min_lr
+    warmup_steps             steps in which the rate rises from 0 to lr
+    beta1, beta2, eps        AdamW's
+    weight_decay             decoupled: weights shrink by lr * weight_decay a step, ...
+    no_decay                 ... except those whose name matches one of these patterns
+    max_grad_norm            gradients are scaled down to this global L2 norm; 0: never
+    max_delta                bound on one step's change of one weight, decay aside; 0: none
+    steps, epochs            how long `fit` trains: one of the two
+    batch_size, seq_len      sequences in a batch, tokens in a sequence
+    gradient_accumulation    batches whose tokens are averaged in one step
+    seed                     of the data's order and of new weights
+    eval_fraction            part of the tokens, at the end, that is held out
+    eval_every, save_every   steps between evaluations and checkpoints; 0: only at the end
+    log_every                steps between logged lines
+    keep_checkpoints         how many of the newest are kept
+    activation_checkpointing recompute each layer in the backward pass: less memory, more time
+    memory_budget            bytes of GPU memory that the plan may take; None: no bound
+    max_skips                non-finite steps in a row after which training stops
+    """
+
+    lr: float = _rule(1e-4, 0.0, 10.0)
+    schedule: Literal["constant", "linear", "cosine"] = _rule(
+        "constant", among=("constant", "linear", "cosine")
+    )
+    warmup_steps: int = _rule(0, 0)
+    min_lr: float = _rule(0.0, 0.0, 10.0)
+    beta1: float = _rule(0.9, 0.0, 0.999999)
+    beta2: float = _rule(0.999, 0.0, 0.9999999)
+    eps: float = _rule(1e-8, 1e-20, 1.0)
+    weight_decay: float = _rule(0.01, 0.0, 10.0)
+    no_decay: tuple[str, ...] = NO_DECAY
+    max_grad_norm: float = _rule(1.0, 0.0, 3e38)
+    max_delta: float = _rule(0.0, 0.0, 3e38)
+    steps: int | None = _rule(None, 1)
+    epochs: int | None = _rule(None, 1)
+    batch_size: int = _rule(8, 1, 1 << 20)
+    seq_len: int = _rule(256, 1, 1 << 24)
+    gradient_accumulation: int = _rule(1, 1, 1 << 20)
+    seed: int = _rule(0, 0, (1 << 63) - 1)
+    eval_fraction: float = _rule(0.0, 0.0, 0.9)
+    eval_every: int = _rule(0, 0)
+    save_every: int = _rule(0, 0)
+    log_every: int = _rule(10, 1)
+    keep_checkpoints: int = _rule(3, 1)
+    activation_checkpointing: bool = False
+    memory_budget: int | None = _rule(None, 1)
+    max_skips: int = _rule(50, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"TrainConfig.steps is {self.steps} and epochs is {self.epochs}: set one of the two"
+            )
+        if self.min_lr > self.lr:
+            self._refuse("min_lr", self.min_lr, f"at most lr, {self.lr}")
+        if self.steps is not None and self.warmup_steps > self.steps:
+            self._refuse("warmup_steps", self.warmup_steps, f"at most steps, {self.steps}")
+
+    def total_steps(self, batches_per_epoch: int) -> int:
+        """Optimizer steps of a whole run. An epoch's last, partial window is a step too.
+
+        Raises ConfigError where neither steps nor epochs is set.
+        """
+        if self.steps is not None:
+            return self.steps
+        if self.epochs is None:
+            raise ConfigError("TrainConfig needs steps or epochs: how long shall it train?")
+        return self.epochs * -(-batches_per_epoch // self.gradient_accumulation)
+
+    def decays(self, name: str) -> bool:
+        """Whether the parameter of this name is subject to weight decay."""
+        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.no_decay)
+
+
+def load_toml(path: str | Path) -> dict[str, dict[str, Any]]:
+    """The tables [model], [train] and [data] of a TOML file; an absent one is empty.
+
+    Raises ConfigError naming an unknown table or key and the nearest valid one. What [data] may
+    hold, and the values of the other two, is for their readers to check.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    check_keys(tables, ["model", "train", "data"], str(path))
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name} is {table!r}, not a table")
+    for name, cls in (("model", MambaConfig), ("train", TrainConfig)):
+        check_keys(tables.get(name, {}), [f.name for f in fields(cls)], f"{path}: [{name}]")
+    return {name: tables.get(name, {}) for name in ("model", "train", "data")}

@@ -1,0 +1,540 @@
+"""Text and token files as batches of token ids.
+
+Files become documents of a `Tokens` (one long sequence, memory-mapped where it lies on disk as
+token ids already), a `Dataset` cuts that into batches in an order that only the seed and the
+epoch decide, and a `Prefetcher` makes batches ahead in a thread. Touches no GPU.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ConfigError, DataError
+
+IGNORED = 0xFFFFFF9C  # -100 as u32: a target that does not count
+TOKENIZER = "tokenizer.json"  # in a run's folder; the name that Hugging Face uses
+BYTES_NOTE = "wgsl_train_tokenizer.json"  # stands there instead where tokens are bytes
+TOKEN_FILES = (".bin", ".npy")
+BLOCK = 1 << 22  # elements looked at together while a large file is checked
+
+Array = npt.NDArray[Any]
+Ids = npt.NDArray[np.uint32]
+AnyPath = str | os.PathLike[str]
+T = TypeVar("T")
+
+
+# Tokenizers
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below this."""
+
+    def encode(self, text: str) -> Array:
+        """The token ids of a text: one axis, unsigned."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids. What is not UTF-8 becomes U+FFFD."""
+
+    def encode_file(self, data: bytes) -> Array:
+        """The token ids of a file's contents. Raises UnicodeDecodeError where it is not text."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer(folder)` needs."""
+
+
+class ByteTokenizer:
+    """A token is a byte: 256 of them, any file has a text, nothing to train or to download."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> Array:
+        return self.encode_file(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # a padded vocabulary has ids that are no bytes; 0xFF is in no UTF-8 text
+        return bytes(i if i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
+
+    def encode_file(self, data: bytes) -> Array:
+        return np.frombuffer(data, np.uint8)
+
+    def save(self, folder: Path) -> None:
+        _write(folder / BYTES_NOTE, b'{"type": "bytes"}\n')
+
+
+class FileTokenizer:
+    """A tokenizer.json of the tokenizers package. Raises DataError where it cannot be loaded."""
+
+    def __init__(self, path: AnyPath) -> None:
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            raise DataError(
+                f"{path}: reading it needs the tokenizers package: "
+                "pip install wgsl-train[tokenizers]"
+            ) from None
+        self.json = _read(Path(path), "a tokenizer.json")
+        try:
+            self._backend = Backend.from_str(self.json.decode())
+        except Exception as error:  # the package raises Exception itself
+            raise DataError(f"{path}: not a tokenizer.json: {error}") from None
+        self._backend.no_truncation()  # or the end of every long file would be lost
+        self._backend.no_padding()
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+
+    def encode(self, text: str) -> Array:
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def encode_file(self, data: bytes) -> Array:
+        return self.encode(data.decode())
+
+    def save(self, folder: Path) -> None:
+        _write(folder / TOKENIZER, self.json)
+
+
+def load_tokenizer(path: AnyPath | None = None) -> Tokenizer:
+    """A tokenizer: bytes for None, a tokenizer.json, or what was saved in a folder.
+
+    A checkpoint folder stands in its run's folder, so that is looked into as well.
+    Raises DataError naming the path.
+    """
+    if path is None:
+        return ByteTokenizer()
+    given = Path(path)
+    if not given.is_dir():
+        return FileTokenizer(given)
+    run = given.absolute().parent if given.name.startswith("checkpoint-") else given
+    for folder in (given, run):
+        if (folder / TOKENIZER).is_file():
+            return FileTokenizer(folder / TOKENIZER)
+        note = folder / BYTES_NOTE
+        if note.is_file():
+            try:
+                if json.loads(_read(note, "a tokenizer's note")) == {"type": "bytes"}:
+                    return ByteTokenizer()
+            except ValueError:
+                pass
+            raise DataError(f"{note}: names no tokenizer that is known here")
+    raise DataError(f"{path}: holds no {TOKENIZER}; pass one with --tokenizer")
+
+
+# Files
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read as {what}: {error.strerror}") from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class Document:
+    """The token ids of one file: one axis, integers. They may lie on disk still."""
+
+    source: str
+    ids: Array
+
+
+class Tokens:
+    """Documents read as one sequence of token ids, in their order."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self.documents = tuple(documents)
+        self._ends = list(accumulate(d.ids.size for d in self.documents))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Ids start..stop, copied. Their range must have been checked."""
+        out = np.empty(stop - start, np.uint32)
+        i, done = bisect_right(self._ends, start), 0
+        while done < out.size:
+            ids = self.documents[i].ids
+            at = start + done - (self._ends[i] - ids.size)
+            part = ids[at : at + out.size - done]
+            out[done : done + part.size] = part
+            done, i = done + part.size, i + 1
+        return out
+
+    def check(self, vocab_size: int) -> None:
+        """Raises DataError naming file, position and id where an id is not in [0, vocab_size)."""
+        for document in self.documents:
+            for first in range(0, document.ids.size, BLOCK):
+                _check_range(
+                    document.ids[first : first + BLOCK], vocab_size, document.source, first
+                )
+
+
+def _check_range(ids: Array, vocab_size: int, source: str, first: int = 0) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        flat = ids.reshape(-1)
+        at = int(np.argmax((flat < 0) | (flat >= vocab_size)))
+        raise DataError(
+            f"{source}: token {int(flat[at])} at position {first + at}, "
+            f"outside the vocabulary of {vocab_size} (ids 0 to {vocab_size - 1})"
+        )
+
+
+def find_files(paths: Iterable[AnyPath]) -> list[Path]:
+    """The files that paths name: files, folders with all below them, and glob patterns.
+
+    Sorted, each once, so that one set of files is one sequence of tokens wherever it is read.
+    In folders, hidden files are left out; empty ones have nothing to read, and are an error where
+    they are named themselves. Raises DataError for a path that names nothing.
+    """
+    found: dict[Path, Path] = {}
+    for given in (os.fspath(p) for p in paths):
+        path = Path(given)
+        if path.is_dir():
+            files = _below(path)
+        elif path.exists():
+            if not path.is_file():
+                raise DataError(f"{given}: not a regular file")
+            if not path.stat().st_size:
+                raise DataError(f"{given}: the file is empty; leave it out")
+            files = [path]
+        elif glob.has_magic(given):
+            matches = [Path(m) for m in glob.iglob(given, recursive=True)]
+            files = [m for m in matches if m.is_file() and m.stat().st_size]
+        else:
+            raise DataError(f"{given}: no such file or folder")
+        if not files:
+            raise DataError(f"{given}: no file there that holds anything")
+        found |= {f.resolve(): f for f in files}
+    return sorted(found.values(), key=Path.as_posix)
+
+
+def _below(folder: Path) -> list[Path]:
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    files = []
+    for root, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        files += [Path(root, n) for n in names if not n.startswith(".")]
+    return [f for f in files if f.is_file() and f.stat().st_size]
+
+
+def load_tokens(
+    paths: Iterable[AnyPath],
+    tokenizer: Tokenizer | None = None,
+    dtype: Literal["uint16", "uint32"] = "uint16",
+) -> Tokens:
+    """Files as token ids: text through the tokenizer (bytes by default), .npy and .bin as they are.
+
+    dtype   of the ids in .bin files, which are raw and little-endian
+
+    Token files are memory-mapped. Raises DataError naming the file, and what to do, where one is
+    missing, empty, unreadable, not text, or where text and token files are mixed.
+    """
+    tokenizer = tokenizer or ByteTokenizer()
+    files = find_files(paths)
+    kinds = {f.suffix.lower() in TOKEN_FILES: f for f in files}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{kinds[True]} holds token ids and {kinds[False]} text; train on one kind, "
+            "for instance by a pattern such as 'folder/**/*.txt'"
+        )
+    if True in kinds:
+        return Tokens([_token_file(f, dtype) for f in files])
+    return Tokens([_text_file(f, tokenizer) for f in files])
+
+
+def _text_file(path: Path, tokenizer: Tokenizer) -> Document:
+    try:
+        return Document(str(path), tokenizer.encode_file(_read(path, "text")))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: byte {error.start} is not UTF-8 text; convert the file, leave it out, "
+            "or train on bytes, without a tokenizer"
+        ) from None
+
+
+def _token_file(path: Path, dtype: str) -> Document:
+    raw = np.dtype(dtype).newbyteorder("<")
+    if path.suffix.lower() == ".bin" and path.stat().st_size % raw.itemsize:
+        raise DataError(
+            f"{path}: {path.stat().st_size} bytes are no whole number of {dtype} ids; "
+            "give the file's own dtype"
+        )
+    try:
+        if path.suffix.lower() == ".npy":
+            ids: Array = np.lib.format.open_memmap(path, mode="r")  # never unpickles
+        else:
+            ids = np.memmap(path, raw, "r")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # numpy's parser of headers raises several kinds
+        raise DataError(f"{path}: not an array of token ids: {error}") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: holds {ids.dtype} {ids.shape}; token ids are integers along one axis"
+        )
+    return Document(str(path), ids)
+
+
+# Ids that a caller gives
+
+
+def token_ids(ids: npt.ArrayLike, vocab_size: int, name: str = "tokens") -> Ids:
+    """Ids as u32. Raises DataError naming the first that is outside [0, vocab_size)."""
+    array = _integers(ids, name)
+    _check_range(array, vocab_size, name)
+    return array.astype(np.uint32)
+
+
+def target_ids(ids: npt.ArrayLike, vocab_size: int, name: str = "targets") -> Ids:
+    """Targets as u32: as `token_ids`, but -100 (or IGNORED) marks one that does not count."""
+    array = _integers(ids, name).astype(np.int64)
+    ignored = (array == -100) | (array == IGNORED)
+    _check_range(np.where(ignored, 0, array), vocab_size, name)
+    return np.where(ignored, IGNORED, array).astype(np.uint32)
+
+
+def _integers(ids: npt.ArrayLike, name: str) -> Array:
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise DataError(f"{name}: rows of one length are needed: {error}") from None
+    if not array.size:
+        return array.astype(np.uint32)
+    if array.dtype.kind not in "iu":
+        raise DataError(f"{name}: holds {array.dtype}; token ids are integers")
+    return array
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Equally long pieces of a dataset. Both arrays are (batch, seqlen) u32.
+
+    targets     for each input the id that follows it; IGNORED where there is nothing to predict
+    n_targets   how many of the targets count
+    """
+
+    inputs: Ids
+    targets: Ids
+    n_targets: int
+
+
+class Dataset:
+    """A sequence of token ids, cut into chunks: each id but the first is predicted once an epoch.
+
+    Chunk c of seq_len L has inputs ids[cL : cL + L] and targets ids[cL + 1 : cL + L + 1]; what
+    remains at the end is a chunk of its own, shorter, and a batch of its own.
+
+    tokens      `Tokens`, or integers along one axis
+    vocab_size  if given, ids outside [0, vocab_size) raise DataError here; see `check`
+
+    Raises DataError for fewer than 2 tokens.
+    """
+
+    def __init__(self, tokens: Tokens | npt.ArrayLike, vocab_size: int | None = None) -> None:
+        if not isinstance(tokens, Tokens):
+            array = _integers(tokens, "tokens")
+            if array.ndim != 1:
+                raise DataError(f"tokens have shape {array.shape}; they must lie along one axis")
+            tokens = Tokens([Document("tokens", array)])
+        self.tokens = tokens
+        self._start, self._stop = 0, len(tokens)
+        self._need_two("the data")
+        if vocab_size is not None:
+            self.check(vocab_size)
+
+    @classmethod
+    def from_paths(
+        cls,
+        paths: Iterable[AnyPath],
+        tokenizer: Tokenizer | None = None,
+        dtype: Literal["uint16", "uint32"] = "uint16",
+        vocab_size: int | None = None,
+    ) -> Self:
+        """A dataset of files, folders and glob patterns: see `load_tokens`."""
+        return cls(load_tokens(paths, tokenizer, dtype), vocab_size)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self._stop - self._start
+
+    def check(self, vocab_size: int) -> None:
+        """Raises DataError naming file, position and id where an id is not in [0, vocab_size)."""
+        self.tokens.check(vocab_size)
+
+    def split(self, eval_fraction: float) -> tuple[Self, Self | None]:
+        """(training, evaluation) parts: the last round(eval_fraction * len) tokens are held out.
+
+        The parts share no token: the first of the evaluation part is predicted by neither.
+        A fraction of 0 holds nothing out. Raises DataError where a part has fewer than 2 tokens.
+        """
+        if not 0 <= eval_fraction < 1:
+            raise ConfigError(f"eval_fraction is {eval_fraction!r}; allowed: 0 to less than 1")
+        if not eval_fraction:
+            return self, None
+        cut = self._stop - round(eval_fraction * len(self))
+        train, held_out = self._part(self._start, cut), self._part(cut, self._stop)
+        train._need_two("the training part")
+        held_out._need_two("the evaluation part")
+        return train, held_out
+
+    def _part(self, start: int, stop: int) -> Self:
+        part = type(self).__new__(type(self))
+        part.tokens, part._start, part._stop = self.tokens, start, stop
+        return part
+
+    def _need_two(self, what: str) -> None:
+        if len(self) < 2:
+            raise DataError(
+                f"{what} has {len(self)} token{'s' * (len(self) != 1)}; at least 2 are needed, "
+                "one to read and one to predict"
+            )
+
+    def n_batches(self, batch_size: int, seq_len: int) -> int:
+        """Batches in an epoch."""
+        _at_least_one(batch_size=batch_size, seq_len=seq_len)
+        chunks, tail = divmod(len(self) - 1, seq_len)
+        return -(-chunks // batch_size) + (tail > 0)
+
+    def batches(
+        self, batch_size: int, seq_len: int, seed: int | None, epoch: int = 0, start: int = 0
+    ) -> Iterator[Batch]:
+        """The batches of one epoch, from batch number `start` on.
+
+        seed    decides, with the epoch, in which order the chunks come; None: as they lie.
+                Order, and so the place to resume at, depend on nothing else. The shorter chunk
+                comes last
+
+        Raises ConfigError where batch_size or seq_len is below 1.
+        """
+        total = self.n_batches(batch_size, seq_len)
+        chunks, tail = divmod(len(self) - 1, seq_len)
+        if seed is None:
+            order = np.arange(chunks)
+        else:
+            # by keys of the bit generator, whose stream no release of numpy changes
+            keys = np.random.PCG64([seed, epoch]).random_raw(chunks)
+            order = np.argsort(keys, kind="stable")
+
+        def make() -> Iterator[Batch]:
+            for number in range(start, total):
+                chosen = order[number * batch_size : (number + 1) * batch_size]
+                if chosen.size:
+                    yield self._batch([int(c) * seq_len for c in chosen], seq_len)
+                else:
+                    yield self._batch([chunks * seq_len], tail)
+
+        return make()
+
+    def _batch(self, starts: list[int], length: int) -> Batch:
+        rows = [self._start + s for s in starts]
+        ids = np.stack([self.tokens.read(r, r + length + 1) for r in rows])
+        inputs, targets = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+        return Batch(inputs, targets, targets.size)
+
+
+def _at_least_one(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value!r}; allowed: 1 or more")
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over items that a thread makes ahead, so that the GPU does not wait for them.
+
+    depth   how many items may wait
+
+    An exception in the making of an item is raised here, in its turn. Leave it by `close`, or use
+    it in a `with` statement, where the loop may end early.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int = 4) -> None:
+        _at_least_one(depth=depth)
+        self._waiting: deque[T] = deque()
+        self._error: BaseException | None = None
+        self._ended = self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._fill, args=(iter(items), depth), name="wgsl-train data", daemon=True
+        )
+        self._thread.start()
+
+    def _fill(self, items: Iterator[T], depth: int) -> None:
+        error: BaseException | None = None
+        try:
+            for item in items:
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._waiting) < depth or self._closed)
+                    if self._closed:
+                        break
+                    self._waiting.append(item)
+                    self._changed.notify_all()
+        except BaseException as caught:  # raised again in the thread that asks for the item
+            error = caught
+        with self._changed:
+            self._error, self._ended = error, True
+            self._changed.notify_all()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended or self._closed)
+            if self._waiting and not self._closed:
+                self._changed.notify_all()
+                return self._waiting.popleft()
+            error, self._error = self._error, None
+        if error and not self._closed:
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread, after the item that it is making. May be called again."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,304 @@
+"""Turns a plan into GPU work. This module and device.py alone import wgpu."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import wgpu
+
+from .device import Device
+from .errors import DeviceError, KernelCompileError, ShapeError
+from .kernel import Kernel, Rendered, Tensor
+from .plan import Dispatch, Plan
+
+_NUMPY = {"f32": np.float32, "u32": np.uint32}
+_UPLOAD_CHUNK = 64 << 20  # bytes written between submits: staging memory is freed by a submit
+
+Array = np.ndarray[Any, Any]
+
+
+class Buffers:
+    """GPU buffers by name: what the encoders of one model share."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._buffers: dict[str, Any] = {}
+        self._pool: list[Any] = []
+        self.submits = 0
+        self.readbacks = 0
+
+    def create(self, label: str, nbytes: int) -> Any:
+        usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+        try:
+            return self.device.wgpu.create_buffer(label=label, size=nbytes, usage=usage)
+        except wgpu.GPUError as err:
+            raise DeviceError(
+                f"{self.device.name} could not allocate {nbytes:,} bytes for {label}: {err}. Use a "
+                "smaller batch or sequence length, or activation checkpointing."
+            ) from err
+
+    def named(self, root: Tensor) -> Any:
+        """The buffer of a persistent tensor or a flat parameter buffer; zeros when new."""
+        if root.name not in self._buffers:
+            self._buffers[root.name] = self.create(root.name, max(256, root.nbytes))
+        buffer = self._buffers[root.name]
+        if buffer.size < root.nbytes:
+            raise ShapeError(f"{root.name} has {buffer.size:,} bytes, {root.nbytes:,} are planned")
+        return buffer
+
+    def __contains__(self, root: Tensor) -> bool:
+        return root.name in self._buffers
+
+    def clear(self, *roots: Tensor) -> None:
+        """Fill persistent tensors with zeros."""
+        commands = self.device.wgpu.create_command_encoder()
+        for root in roots:
+            commands.clear_buffer(self.named(root))
+        self.device.wgpu.queue.submit([commands.finish()])
+
+    def drop(self, root: Tensor) -> None:
+        """Free the buffer of a persistent tensor."""
+        if root.name in self._buffers:
+            self._buffers.pop(root.name).destroy()
+
+    def activations(self, sizes: dict[str, int]) -> dict[str, Any]:
+        """Buffers for one plan's activations, taken from the pool that all plans draw on."""
+        free = sorted(self._pool, key=lambda b: int(b.size))
+        taken = {}
+        for name, nbytes in sorted(sizes.items(), key=lambda item: -item[1]):
+            buffer = next((b for b in free if b.size >= nbytes), None)
+            if buffer is None:
+                buffer = self.create(name, nbytes)
+                self._pool.append(buffer)
+            else:
+                free.remove(buffer)
+            taken[name] = buffer
+        return taken
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(int(b.size) for b in [*self._buffers.values(), *self._pool])
+
+    def write(self, tensor: Tensor, array: Array) -> None:
+        """Copy an array of the tensor's shape to the GPU."""
+        self.write_buffer(self.named(tensor.root), tensor, array)
+
+    def write_buffer(self, buffer: Any, tensor: Tensor, array: Array) -> None:
+        if array.shape != tensor.shape:
+            raise ShapeError(f"{tensor.name} is {tensor.shape}, given {array.shape}")
+        data = np.ascontiguousarray(array, _NUMPY[tensor.dtype]).reshape(-1).view(np.uint8)
+        start, queue = 4 * tensor.start, self.device.wgpu.queue
+        for first in range(0, data.size, _UPLOAD_CHUNK):
+            queue.write_buffer(buffer, start + first, data[first : first + _UPLOAD_CHUNK])
+            if data.size > _UPLOAD_CHUNK:
+                queue.submit([])
+
+    def read(self, tensor: Tensor) -> Array:
+        """Copy a tensor back. Waits for the GPU."""
+        return self.read_buffer(self.named(tensor.root), tensor)
+
+    def read_buffer(self, buffer: Any, tensor: Tensor) -> Array:
+        self.readbacks += 1
+        raw = self.device.guard(
+            lambda: self.device.wgpu.queue.read_buffer(buffer, 4 * tensor.start, 4 * tensor.size)
+        )
+        return np.frombuffer(raw, _NUMPY[tensor.dtype]).reshape(tensor.shape).copy()
+
+    def layout(self, kernel: Kernel, bound: tuple[str, ...]) -> Any:
+        """Bind group layout: from the declaration, since "auto" drops unused bindings."""
+        key, layouts = (kernel, bound), self.device.layouts
+        if key not in layouts:
+            kinds = [
+                "read-only-storage" if kernel.bindings[name][1] == "reads" else "storage"
+                for name in bound
+            ]
+            layouts[key] = self.device.wgpu.create_bind_group_layout(
+                label=kernel.name,
+                entries=[
+                    {"binding": i, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": kind}}
+                    for i, kind in enumerate(kinds)
+                ],
+            )
+        return layouts[key]
+
+    def pipeline(self, kernel: Kernel, rendered: Rendered, layout: Any) -> Any:
+        """The compiled pipeline of a source; equal sources are compiled once a device."""
+        source, pipelines = rendered.source, self.device.pipelines
+        if source not in pipelines:
+            device = self.device.wgpu
+            try:
+                pipelines[source] = device.create_compute_pipeline(
+                    label=kernel.name,
+                    layout=device.create_pipeline_layout(bind_group_layouts=[layout]),
+                    compute={
+                        "module": device.create_shader_module(label=kernel.name, code=source),
+                        "entry_point": "main",
+                    },
+                )
+            except wgpu.GPUError as err:
+                raise KernelCompileError(_explain(kernel, rendered, str(err))) from err
+        return pipelines[source]
+
+
+def _explain(kernel: Kernel, rendered: Rendered, message: str) -> str:
+    """A compiler's message with the template's file and line in front."""
+    place = re.search(r":(\d+):(\d+)", message)
+    if place and int(place[1]) <= len(rendered.origins):
+        where = f"shaders/{rendered.origins[int(place[1]) - 1]}"
+    else:
+        where = f"shaders/{kernel.name}.wgsl"
+    return f"{where}: {kernel.name} does not compile\n{message}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """GPU time of one dispatch, in seconds."""
+
+    dispatch: Dispatch
+    seconds: float
+
+
+class Encoder:
+    """Owns the buffers and bind groups of one plan; made once, stepped many times.
+
+    Parameters
+    ----------
+    share_memory   give activations with disjoint lifetimes one buffer; tests switch it off to
+                   read any tensor afterwards
+    """
+
+    def __init__(self, buffers: Buffers, plan: Plan, share_memory: bool = True) -> None:
+        self.buffers, self.plan, self.device = buffers, plan, buffers.device
+        self.memory = plan.memory(share_memory)
+        roots = {t.root for d in plan.dispatches for t in d.tensors.values()}
+        self._activations = buffers.activations(
+            {
+                self.memory.place[r]: self.memory.buffers[self.memory.place[r]]
+                for r in roots
+                if r.kind == "activation"
+            }
+        )
+        for tensor, values in plan.constants.items():
+            buffers.write(tensor, np.array(values, np.uint32))
+        self._program = {
+            section: [self._compile(d) for d in dispatches]
+            for section, dispatches in plan.sections.items()
+        }
+        grads = [p.grads for p in plan.layout.trained_pages if p.grads in roots]
+        self._clear_first = [*grads, *plan.clear_first]
+
+    def buffer(self, tensor: Tensor) -> Any:
+        root = tensor.root
+        if root.kind == "activation":
+            return self._activations[self.memory.place[root]]
+        return self.buffers.named(root)
+
+    def _compile(self, d: Dispatch) -> tuple[Any, Any, int, int, int]:
+        layout = self.buffers.layout(d.kernel, tuple(d.tensors))
+        pipeline = self.buffers.pipeline(d.kernel, d.render(), layout)
+        group = self.device.wgpu.create_bind_group(
+            label=d.kernel.name,
+            layout=layout,
+            entries=[
+                {
+                    "binding": i,
+                    "resource": {
+                        "buffer": self.buffer(t),
+                        "offset": 4 * t.start,
+                        "size": 4 * t.size,
+                    },
+                }
+                for i, t in enumerate(d.tensors.values())
+            ],
+        )
+        return (pipeline, group, *d.grid)
+
+    def write(self, tensor: Tensor, array: Array) -> None:
+        self.buffers.write_buffer(self.buffer(tensor), tensor, array)
+
+    def read(self, tensor: Tensor) -> Array:
+        """Copy a tensor back. Waits for the GPU."""
+        return self.buffers.read_buffer(self.buffer(tensor), tensor)
+
+    def poison(self) -> None:
+        """Fill all activations with NaN bit patterns: a read of unwritten memory then shows."""
+        for buffer in self._activations.values():
+            nan = np.full(min(int(buffer.size), _UPLOAD_CHUNK) // 4, 0x7FC00000, np.uint32)
+            for start in range(0, int(buffer.size), _UPLOAD_CHUNK):
+                count = min(_UPLOAD_CHUNK, int(buffer.size) - start) // 4
+                self.device.wgpu.queue.write_buffer(buffer, start, nan[:count])
+
+    def run(self, *sections: str, clear_grads: bool = True) -> None:
+        """Encode and submit whole sections, in order. Returns before the GPU is done.
+
+        clear_grads   start the sums of parameters' gradients and of the loss anew, where "forward"
+                      is among the sections
+        """
+        commands = self.device.wgpu.create_command_encoder()
+        if clear_grads and "forward" in sections:
+            for tensor in self._clear_first:
+                commands.clear_buffer(self.buffers.named(tensor))
+        compute = commands.begin_compute_pass()
+        last = None
+        for section in sections:
+            for pipeline, group, x, y, z in self._program[section]:
+                if pipeline is not last:
+                    compute.set_pipeline(pipeline)
+                    last = pipeline
+                compute.set_bind_group(0, group)
+                compute.dispatch_workgroups(x, y, z)
+        compute.end()
+        self.buffers.submits += 1
+        self.device.guard(lambda: self.device.wgpu.queue.submit([commands.finish()]))
+
+    def time(
+        self, *sections: str, repeats: int = 1, keep: Callable[[Dispatch], bool] = lambda d: True
+    ) -> list[Timing]:
+        """GPU time of each dispatch, the median over repeats. Needs timestamp queries.
+
+        Every dispatch gets a compute pass of its own, so that the sum is a little more than a
+        step takes.
+        """
+        if "timestamp-query" not in self.device.target.features:
+            raise DeviceError(f"{self.device.name} has no timestamp queries")
+        work = [
+            (d, item)
+            for section in sections
+            for d, item in zip(self.plan.sections[section], self._program[section], strict=True)
+        ]
+        samples: list[Sequence[float]] = []
+        for _ in range(repeats):
+            samples.append([])
+            for first in range(0, len(work), 2048):  # a query set holds 4,096 queries
+                samples[-1] = [*samples[-1], *self._time(work[first : first + 2048])]
+        medians = np.median(np.array(samples), axis=0)
+        return [Timing(d, float(s)) for (d, _), s in zip(work, medians, strict=True) if keep(d)]
+
+    def _time(self, work: Sequence[tuple[Dispatch, Any]]) -> list[float]:
+        device, count = self.device.wgpu, 2 * len(work)
+        queries = device.create_query_set(type="timestamp", count=count)
+        usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
+        resolved = device.create_buffer(size=8 * count, usage=usage)
+        commands = device.create_command_encoder()
+        for i, (_, (pipeline, group, x, y, z)) in enumerate(work):
+            compute = commands.begin_compute_pass(
+                timestamp_writes={
+                    "query_set": queries,
+                    "beginning_of_pass_write_index": 2 * i,
+                    "end_of_pass_write_index": 2 * i + 1,
+                }
+            )
+            compute.set_pipeline(pipeline)
+            compute.set_bind_group(0, group)
+            compute.dispatch_workgroups(x, y, z)
+            compute.end()
+        commands.resolve_query_set(queries, 0, count, resolved, 0)
+        device.queue.submit([commands.finish()])
+        ticks = np.frombuffer(device.queue.read_buffer(resolved), np.uint64).reshape(-1, 2)
+        period = self.device.timestamp_period
+        return [float(end - begin) * period * 1e-9 for begin, end in ticks.astype(np.int64)]

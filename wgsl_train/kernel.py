@@ -1,0 +1,329 @@
+"""A kernel: one compute dispatch, declared once, rendered from shaders/<name>.wgsl.
+
+Also the two descriptions of memory and machine that everything above is written in terms of:
+`Tensor` (a named array) and `Target` (what a plan may assume of an adapter). Touches no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+
+from .errors import ShapeError, TemplateError
+
+_here = Path(__file__).parent
+SHADER_DIR = next(p for p in (_here / "shaders", _here.parent / "shaders") if p.is_dir())
+
+ALIGN = 64  # elements: WebGPU binds storage at multiples of 256 bytes
+MAX_ELEMENTS = 2**31 - 1  # shaders index with u32, and some drivers with i32
+
+DType = Literal["f32", "u32"]
+Grid = tuple[int, int, int]
+Values = Mapping[str, Any]  # dims, options and choices of one dispatch, by name
+
+KERNELS: dict[str, Kernel] = {}  # filled by declaring a Kernel; read by tests and tools
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan may assume of the adapter it will run on. Sizes in bytes.
+
+    kind       which column of the tables of tuning choices applies
+    lanes      invocations of a subgroup, where a CPU adapter's are known and usable; else 1
+    tuned      choices measured for this adapter, by `Kernel.key`; they override the tables
+    """
+
+    kind: Literal["portable", "cpu", "integrated", "discrete"] = "portable"
+    max_storage_buffers: int = 8
+    max_binding: int = 128 << 20
+    max_buffer: int = 256 << 20
+    max_invocations: int = 256
+    max_workgroup_memory: int = 16384
+    max_workgroups: int = 65535
+    features: frozenset[str] = frozenset()
+    lanes: int = 1
+    tuned: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
+
+    @property
+    def usable_binding(self) -> int:
+        """Bytes one binding may have: no single reported limit can be trusted alone."""
+        return min(self.max_binding, self.max_buffer) // 256 * 256
+
+
+PORTABLE = Target()
+
+
+@dataclass(eq=False)
+class Tensor:
+    """A named array that a plan needs. Describes memory; owns none.
+
+    kind      activation: lives from its first write to its last read in a step, so that memory
+              is shared; persistent: keeps its contents between steps; param, grad, moment: a
+              part of the flat buffers
+    base      the tensor this one is a view of, or None
+    offset    elements from the start of `base`
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType = "f32"
+    kind: Literal["activation", "persistent", "param", "grad", "moment"] = "activation"
+    base: Tensor | None = None
+    offset: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.size
+
+    @property
+    def root(self) -> Tensor:
+        """The tensor whose memory this one lies in."""
+        return self.base.root if self.base else self
+
+    @property
+    def start(self) -> int:
+        """Elements from the start of `root`."""
+        return self.offset + (self.base.start if self.base else 0)
+
+    def view(self, offset: int, shape: tuple[int, ...], name: str = "") -> Tensor:
+        """Elements from `offset` on, with a shape of their own. Offsets are multiples of ALIGN."""
+        if offset % ALIGN:
+            raise ShapeError(f"a view of {self.name} at element {offset}: not a multiple of {ALIGN}")
+        name = name or f"{self.name}[{offset}:]"
+        return Tensor(name, shape, self.dtype, self.kind, base=self, offset=offset)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop of this tensor with all axes but the last folded: (stop-start, last)."""
+        last = self.shape[-1]
+        return self.view(start * last, (stop - start, last), f"{self.name}[{start}:{stop}]")
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Least integer that is not below a / b."""
+    return -(-a // b)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return ceil_div(n, multiple) * multiple
+
+
+def spread(groups: int) -> Grid:
+    """A grid of at least `groups` workgroups, folded into y past 65,535 along x.
+
+    The shader includes `include/group_index.wgsl` and leaves where its index is too large.
+    """
+    x = min(groups, 65535)
+    return (x, ceil_div(groups, x), 1)
+
+
+def elementwise(count: Callable[[Values], int], per_group: int = 256) -> Callable[[Values], Grid]:
+    """The grid for shaders that include each_element.wgsl, which loops past the cap."""
+    return lambda v: (min(ceil_div(count(v), per_group), 4096), 1, 1)
+
+
+def by_kind(
+    portable: Mapping[str, int], **kinds: Mapping[str, int]
+) -> Callable[[Target, Values], dict[str, int]]:
+    """Tuning choices from a table: the portable ones, overridden for a kind of adapter."""
+    return lambda target, values: {**portable, **kinds.get(target.kind, {})}
+
+
+def _f32(value: float) -> str:
+    """A float as a WGSL literal."""
+    if not math.isfinite(value):
+        raise ValueError(f"{value} has no WGSL literal")
+    return f"f32({float(value)!r})"
+
+
+class _Loader(jinja2.FileSystemLoader):
+    """Ends each template line with a marker of its origin, which outlives loops and includes."""
+
+    def get_source(
+        self, environment: jinja2.Environment, template: str
+    ) -> tuple[str, str, Callable[[], bool]]:
+        source, filename, uptodate = super().get_source(environment, template)
+        lines = [
+            line if not line.strip() or line.lstrip().startswith("$$") else f"{line}/*@{template}:{i}*/"
+            for i, line in enumerate(source.splitlines(), 1)
+        ]
+        return "\n".join(lines) + "\n", filename, uptodate
+
+
+_MARK = re.compile(r"/\*@([^*]+:\d+)\*/")
+
+
+def jinja(shader_dir: Path) -> jinja2.Environment:
+    """The template dialect: {{ }} for values, {$ $} and $$ lines for statements, strict."""
+    env = jinja2.Environment(
+        loader=_Loader(shader_dir),
+        block_start_string="{$",
+        block_end_string="$}",
+        line_statement_prefix="$$",
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    env.filters["f32"] = _f32
+    env.globals["ceil_div"] = ceil_div
+    return env
+
+
+_jinja = jinja(SHADER_DIR)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """WGSL ready to compile, and for each of its lines "file.wgsl:line" of the template."""
+
+    source: str
+    origins: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """Declaration of one dispatch. The only place a kernel's interface is written down.
+
+    name     shaders/<name>.wgsl holds its body and the oracle's function has its name
+    reads    {binding: shape}, read-only; "*rows d_in" folds the leading axes into one;
+             a binding whose name ends in "?" may be left out
+    writes   {binding: shape}, every element overwritten or updated in place
+    adds     {binding: shape}, gradients: added into, except that a plan overwrites an
+             activation's gradient at its first contribution (`add()` in the template emits
+             `=` or `+=`)
+    grid     values -> workgroups along x, y, z
+    options  compile-time constants of a dispatch and their defaults
+    choose   tuning choices for a target: names the template may use, "workgroup" among them
+    vec4     values -> bindings that are arrays of vec4<f32> rather than f32
+    u32      bindings of unsigned integers
+    flops    values -> floating-point operations, for the profiler
+    traffic  values -> bytes moved; by default each bound element once (twice where added into)
+    """
+
+    name: str
+    reads: Mapping[str, str]
+    grid: Callable[[Values], Grid]
+    writes: Mapping[str, str] = field(default_factory=dict)
+    adds: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    choose: Callable[[Target, Values], Mapping[str, int]] = by_kind({"workgroup": 256})
+    vec4: Callable[[Values], Iterable[str]] = lambda v: ()
+    u32: frozenset[str] = frozenset()
+    flops: Callable[[Values], int] = lambda v: 0
+    traffic: Callable[[Values], int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name in KERNELS:
+            raise ValueError(f"kernel {self.name} is declared twice")
+        KERNELS[self.name] = self
+
+    @functools.cached_property
+    def bindings(self) -> dict[str, tuple[str, Literal["reads", "writes", "adds"], bool]]:
+        """{name: (declared shape, how it is used, may it be left out)} in binding order."""
+        groups = (("reads", self.reads), ("writes", self.writes), ("adds", self.adds))
+        return {
+            name.rstrip("?"): (shape, use, name.endswith("?"))  # type: ignore[misc]
+            for use, declared in groups
+            for name, shape in declared.items()
+        }
+
+    def match(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Solve the declared shapes for their dims.
+
+        Raises ShapeError naming kernel, binding, declared shape and given shape.
+        """
+        missing = [n for n, (_, _, o) in self.bindings.items() if not o and n not in shapes]
+        unknown = shapes.keys() - self.bindings.keys()
+        if missing or unknown:
+            raise ShapeError(
+                f"{self.name} binds {sorted(self.bindings)}, was given {sorted(shapes)}"
+            )
+        dims: dict[str, int] = {}
+        for binding, (declared, _, _) in self.bindings.items():
+            if binding not in shapes:
+                continue
+            names, shape = declared.split(), shapes[binding]
+            if names and names[0].startswith("*"):
+                lead = len(shape) - len(names) + 1
+                names, shape = [names[0][1:], *names[1:]], (math.prod(shape[:lead]), *shape[lead:])
+            if len(names) != len(shape) or any(
+                dims.setdefault(n, s) != s for n, s in zip(names, shape, strict=True)
+            ):
+                raise ShapeError(
+                    f"{self.name}: {binding} is declared ({declared}), given {shapes[binding]}, "
+                    f"with {dims}"
+                )
+        if empty := [n for n, s in dims.items() if s < 1]:
+            raise ShapeError(f"{self.name}: {empty[0]} is {dims[empty[0]]}, must be at least 1")
+        return dims
+
+    def values(self, target: Target, dims: Values, options: Values) -> dict[str, Any]:
+        """Dims, options and tuning choices of a dispatch, together."""
+        if unknown := options.keys() - self.options.keys():
+            raise ShapeError(f"{self.name} has no option {sorted(unknown)}")
+        values = {**dims, **self.options, **options}
+        values |= self.choose(target, values)
+        return values | dict(target.tuned.get(self.key(dims), {}))
+
+    def key(self, dims: Values) -> str:
+        """Name of this kernel at these dims, for tables of tuned choices."""
+        return " ".join([self.name, *(f"{k}={v}" for k, v in dims.items())])
+
+    def render(
+        self, dims: Values, values: Values, bound: Iterable[str], accumulate: Iterable[str]
+    ) -> Rendered:
+        """WGSL: generated constants and bindings, then the template's body.
+
+        accumulate   the `adds` bindings that are added into; the others are overwritten
+
+        Raises TemplateError naming the template's file and line.
+        """
+        bound, accumulate = set(bound), set(accumulate)
+        vec4 = set(self.vec4(values)) & bound
+        lines = [f"// {self.name}"]
+        lines += [f"const {name}: u32 = {size}u;" for name, size in dims.items()]
+        for i, name in enumerate(b for b in self.bindings if b in bound):
+            access = "read" if self.bindings[name][1] == "reads" else "read_write"
+            dtype = "u32" if name in self.u32 else "vec4<f32>" if name in vec4 else "f32"
+            lines.append(f"@group(0) @binding({i}) var<storage, {access}> {name}: array<{dtype}>;")
+
+        def add(binding: str, index: str, value: str) -> str:
+            return f"{binding}[{index}] {'+=' if binding in accumulate else '='} {value};"
+
+        try:
+            body = _jinja.get_template(f"{self.name}.wgsl").render(
+                **values, bound=bound, vec4=vec4, accumulate=accumulate, add=add
+            )
+        except jinja2.TemplateError as err:
+            raise TemplateError(f"{_where(err)}: {err}") from err
+        origins = [f"{self.name} (generated)"] * len(lines)
+        for line in body.splitlines():
+            marks = _MARK.findall(line)
+            code = _MARK.sub("", line).rstrip()
+            if code:
+                lines.append(code)
+                origins.append(marks[-1] if marks else f"{self.name}.wgsl")
+        return Rendered("\n".join(lines) + "\n", tuple(origins))
+
+
+def _where(err: jinja2.TemplateError) -> str:
+    """File and line in shaders/ that a template error comes from."""
+    if isinstance(err, jinja2.TemplateSyntaxError):
+        return f"shaders/{err.name or ''}:{err.lineno}"
+    frames = [f for f in traceback.extract_tb(err.__traceback__) if f.filename.endswith(".wgsl")]
+    if not frames:
+        return str(SHADER_DIR)
+    path = Path(frames[-1].filename)
+    return f"shaders/{path.relative_to(SHADER_DIR)}:{frames[-1].lineno}"

@@ -1,0 +1,385 @@
+"""Model: parameters on a device, and what can be asked of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import checkpoint
+from .config import MambaConfig
+from .data import IGNORED, target_ids, token_ids
+from .device import Device, request_device
+from .encoder import Buffers, Encoder
+from .errors import CheckpointError, ConfigError, DataError
+from .kernel import Tensor
+from .models import mamba
+from .models.initialization import initialize
+from .ops.cross_entropy import head_logits, language_model_loss
+from .ops.optimizer import Optimizer, optimizer
+from .plan import Layout, Plan
+
+Array = np.ndarray[Any, Any]
+
+_PREFILL = 64  # tokens of a prompt taken in one submit; the rest go one by one
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A plan of one batch shape, and the tensors the host writes and reads."""
+
+    plan: Plan
+    tokens: Tensor
+    targets: Tensor
+    batch_scale: Tensor
+    loss: Tensor
+    optimizer: Optimizer | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A compiled `StepPlan`."""
+
+    encoder: Encoder
+    tensors: StepPlan
+
+
+def plan_step(
+    config: MambaConfig,
+    layout: Layout,
+    target: Any,
+    batch: int,
+    seqlen: int,
+    *,
+    training: bool = True,
+    update: bool = False,
+    activation_checkpointing: bool = False,
+) -> StepPlan:
+    """Plan one step on `batch` sequences of `seqlen` tokens. Touches no GPU.
+
+    training   plan the backward pass too
+    update     plan gradient norm, clip and AdamW too
+    """
+    plan = Plan(layout, target, training=training)
+    shape = f"{batch}x{seqlen}"
+    tokens = plan.persistent(f"tokens.{shape}", (batch, seqlen), "u32")
+    targets = plan.persistent(f"targets.{shape}", (batch, seqlen), "u32")
+    batch_scale = plan.persistent("batch_scale", (1,))
+    loss = plan.persistent("loss", (1,))
+    plan.clear_first.append(loss)
+    x = mamba.backbone(
+        plan, config, tokens, activation_checkpointing=activation_checkpointing and training
+    )
+    weight, bias = mamba.head(config)
+    language_model_loss(plan, x, targets, batch_scale, loss, weight, bias)
+    if training:
+        plan.backward()
+    planned = optimizer(plan) if update else None
+    plan.prune()
+    return StepPlan(plan, tokens, targets, batch_scale, loss, planned)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The folder to load from: the one given, or the newest whole checkpoint of a run's folder."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    if not (folder / checkpoint.CONFIG).exists() and checkpoint.checkpoints(folder):
+        newest = checkpoint.latest(folder)
+        if newest is None:
+            raise CheckpointError(f"{folder}: none of its checkpoints is whole")
+        return newest
+    return folder
+
+
+def _shapes(state: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: np.shape(array) for name, array in state.items()}
+
+
+class Model:
+    """A Mamba language model whose parameters live on a device.
+
+    Parameters
+    ----------
+    config   what model
+    device   an open device; by default the best one of this machine
+    seed     of the initial weights
+
+    Raises DeviceError where the device cannot hold it.
+    """
+
+    def __init__(self, config: MambaConfig, device: Device | None = None, seed: int = 0) -> None:
+        self._setup(config, device)
+        for name, array in initialize(config, seed):
+            self._write(name, array)
+
+    def _setup(self, config: MambaConfig, device: Device | None) -> None:
+        self.config = config
+        self.device = device or request_device()
+        self.layout = Layout(mamba.parameters(config), self.device.target)
+        self.buffers = Buffers(self.device)
+        self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._forwards: dict[tuple[int, ...], tuple[Encoder, Tensor, Tensor]] = {}
+        self._decoders: dict[tuple[int, int], tuple[Encoder, Tensor, Tensor | None]] = {}
+
+    def __repr__(self) -> str:
+        return f"Model({self.config}, {self.n_params:,} parameters on {self.device})"
+
+    @property
+    def n_params(self) -> int:
+        """Number of parameters."""
+        return self.layout.n_params
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def _write(self, name: str, array: Array, of: Callable[[Tensor], Tensor] = lambda t: t) -> None:
+        for first, piece in self.layout.pieces[name]:
+            self.buffers.write(of(piece), array[first : first + piece.shape[0]])
+
+    def _read(self, name: str, of: Callable[[Tensor], Tensor] = lambda t: t) -> Array:
+        pieces = [self.buffers.read(of(piece)) for _, piece in self.layout.pieces[name]]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of all parameters, float32, by Hugging Face's names."""
+        return {name: self._read(name) for name in self.layout.specs}
+
+    def load_state_dict(self, state: Mapping[str, Array], where: str = "the state") -> None:
+        """Replace all parameters. Nothing is written unless every name and shape fits.
+
+        Raises CheckpointError naming missing, extra and mis-shaped tensors.
+        """
+        found = state.shapes if isinstance(state, checkpoint.Tensors) else _shapes(state)
+        expected = {name: spec.shape for name, spec in self.layout.specs.items()}
+        checkpoint.check_names(expected, found, where)
+        for name in expected:
+            self._write(name, np.asarray(state[name], np.float32))
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, device: Device | None = None) -> Model:
+        """Load a folder with config.json and model.safetensors: ours, Hugging Face's, mamba_ssm's.
+
+        A run's folder stands for its newest whole checkpoint. Raises CheckpointError or
+        ConfigError naming what does not fit.
+        """
+        folder = find_checkpoint(path)
+        config = MambaConfig.from_hugging_face(checkpoint.read_json(folder / checkpoint.CONFIG))
+        tensors = checkpoint.model_tensors(folder, config.tie_embeddings)
+        model = cls.__new__(cls)
+        model._setup(config, device)
+        model.load_state_dict(tensors, str(folder))
+        return model
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write config.json and model.safetensors, as `transformers` reads them.
+
+        Raises CheckpointError where a weight is not finite, or the disk refuses.
+        """
+        folder = Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from None
+        checkpoint.write_json(folder / checkpoint.CONFIG, self.config.to_hugging_face())
+        shapes = {name: spec.shape for name, spec in self.layout.specs.items()}
+        weights = ((name, self._read(name)) for name in shapes)  # one at a time
+        checkpoint.save_tensors(folder / checkpoint.WEIGHTS, weights, shapes=shapes)
+
+    # -- forward and backward ------------------------------------------------------------------
+
+    def step_encoder(
+        self, batch: int, seqlen: int, *, memory_budget: int | None = None, **options: bool
+    ) -> _Step:
+        """The compiled step for a batch shape; see `plan_step` for options. Made once.
+
+        Raises DeviceError where the plan exceeds the budget (bytes).
+        """
+        key = (batch, seqlen, *sorted(options.items()))
+        if key not in self._steps:
+            planned = plan_step(
+                self.config, self.layout, self.device.target, batch, seqlen, **options
+            )
+            planned.plan.memory().require(memory_budget)
+            self._steps[key] = _Step(Encoder(self.buffers, planned.plan), planned)
+        return self._steps[key]
+
+    def check_tokens(self, tokens: npt.ArrayLike) -> Array:
+        """(batch, seqlen) ids as uint32. Raises DataError for one outside the vocabulary."""
+        array = np.atleast_2d(token_ids(tokens, self.config.vocab_size))
+        if array.ndim != 2 or array.size == 0:
+            raise DataError(f"tokens are {array.shape}, must be (batch, seqlen) and not empty")
+        return array
+
+    def check_targets(self, targets: npt.ArrayLike, shape: tuple[int, ...]) -> Array:
+        """Targets as uint32, ignored ones (-100) as `IGNORED`. Raises DataError."""
+        array = np.atleast_2d(target_ids(targets, self.config.vocab_size))
+        if array.shape != shape:
+            raise DataError(f"targets are {array.shape}, tokens are {shape}")
+        return array
+
+    def load_batch(self, step: _Step, tokens: Array, targets: Array, count: int) -> None:
+        """Write a batch whose loss and gradients are divided by `count` targets."""
+        buffers, t = self.buffers, step.tensors
+        buffers.write(t.tokens, tokens)
+        buffers.write(t.targets, targets)
+        buffers.write(t.batch_scale, np.array([1 / max(1, count)], np.float32))
+
+    def loss(self, tokens: npt.ArrayLike, targets: npt.ArrayLike) -> float:
+        """Mean loss in nats over the targets that count. Targets are given already shifted."""
+        ids = self.check_tokens(tokens)
+        wanted = self.check_targets(targets, ids.shape)
+        step = self.step_encoder(*ids.shape, training=False)
+        self.load_batch(step, ids, wanted, int((wanted != IGNORED).sum()))
+        step.encoder.run("forward")
+        return float(step.encoder.read(step.tensors.loss)[0])
+
+    def loss_and_grads(
+        self, tokens: npt.ArrayLike, targets: npt.ArrayLike, *, activation_checkpointing: bool = False
+    ) -> tuple[float, dict[str, Array]]:
+        """Mean loss in nats, and its gradient by every trainable parameter.
+
+        tokens    (batch, seqlen) integer ids below vocab_size
+        targets   (batch, seqlen) ids already shifted; -100 is ignored
+        activation_checkpointing   less memory for one more forward pass; the same bits
+        """
+        ids = self.check_tokens(tokens)
+        wanted = self.check_targets(targets, ids.shape)
+        step = self.step_encoder(
+            *ids.shape, activation_checkpointing=activation_checkpointing
+        )
+        self.load_batch(step, ids, wanted, int((wanted != IGNORED).sum()))
+        step.encoder.run("forward", "backward")
+        return float(step.encoder.read(step.tensors.loss)[0]), self.read_grads()
+
+    def read_grads(self) -> dict[str, Array]:
+        """Gradients as the last backward pass left them, by parameter name."""
+        return {n: self._read(n, self._grad) for n, s in self.layout.specs.items() if s.trainable}
+
+    def _grad(self, piece: Tensor) -> Tensor:
+        grad = self.layout.grad(piece)
+        assert grad is not None
+        return grad
+
+    def read_moment(self, key: str) -> Array:
+        """One of AdamW's moments: "m.NAME" or "v.NAME"."""
+        kind, name = key.split(".", 1)
+        return self._read(name, lambda piece: self.layout.moments(piece)["mv".index(kind)])
+
+    def write_moment(self, key: str, array: Array) -> None:
+        kind, name = key.split(".", 1)
+        self._write(name, array, lambda piece: self.layout.moments(piece)["mv".index(kind)])
+
+    def logits(self, tokens: npt.ArrayLike) -> Array:
+        """(batch, seqlen, vocab_size) float32 logits of the next token at every position."""
+        ids = self.check_tokens(tokens)
+        if ids.shape not in self._forwards:
+            self._forwards[ids.shape] = self._forward(*ids.shape)
+        encoder, given, out = self._forwards[ids.shape]
+        encoder.write(given, ids)
+        encoder.run("forward")
+        return encoder.read(out).reshape(*ids.shape, -1)[..., : self.config.vocab_size]
+
+    def _forward(self, batch: int, seqlen: int) -> tuple[Encoder, Tensor, Tensor]:
+        plan = Plan(self.layout, self.device.target, training=False)
+        ids = plan.persistent(f"tokens.{batch}x{seqlen}", (batch, seqlen), "u32")
+        x = mamba.backbone(plan, self.config, ids)
+        out = head_logits(plan, x, *mamba.head(self.config))
+        plan.prune(keep=[out])
+        return Encoder(self.buffers, plan), ids, out
+
+    # -- generation ----------------------------------------------------------------------------
+
+    def _decoder(self, batch: int, seqlen: int) -> tuple[Encoder, Tensor, Tensor | None]:
+        """A forward pass that carries the state on; logits only for a single token."""
+        if (batch, seqlen) not in self._decoders:
+            plan = Plan(self.layout, self.device.target, training=False)
+            ids = plan.persistent(f"tokens.{batch}x{seqlen}", (batch, seqlen), "u32")
+            state = mamba.carried_state(plan, self.config, batch)
+            x = mamba.backbone(plan, self.config, ids, state)
+            logits = None
+            if seqlen == 1:
+                logits = head_logits(plan, x, *mamba.head(self.config))
+            plan.prune(keep=[logits] if logits else [])
+            self._decoders[batch, seqlen] = Encoder(self.buffers, plan), ids, logits
+        return self._decoders[batch, seqlen]
+
+    def stream(
+        self,
+        prompt: npt.ArrayLike,
+        max_new_tokens: int = 256,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        top_p: float = 0.9,
+        seed: int = 0,
+        eos_token_id: int | None = None,
+    ) -> Iterator[int]:
+        """Yield sampled token ids, one at a time; the work a token is constant.
+
+        prompt        (seqlen,) ids, at least one
+        temperature   0 takes the likeliest token
+        top_k         0 keeps all
+        top_p         of the full distribution's mass; 1 keeps all
+
+        Raises ConfigError for an option out of range, DataError for a bad prompt.
+        """
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ConfigError(f"temperature is {temperature}, must be 0 or more")
+        if top_k < 0:
+            raise ConfigError(f"top_k is {top_k}, must be 0 (all) or more")
+        if not 0 < top_p <= 1:
+            raise ConfigError(f"top_p is {top_p}, must be in (0, 1]")
+        if max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}, must be 0 or more")
+        ids = self.check_tokens(prompt)
+        if ids.shape[0] != 1:
+            raise DataError(f"one prompt at a time, not {ids.shape[0]}")
+        step, step_ids, logits = self._decoder(1, 1)
+        assert logits is not None
+        roots = {t.root for d in step.plan.dispatches for t in d.tensors.values()}
+        self.buffers.clear(*(t for t in roots if t.name.startswith("state.1.")))
+        done = 0
+        while ids.shape[1] - done > _PREFILL:
+            prefill, prefill_ids, _ = self._decoder(1, _PREFILL)
+            prefill.write(prefill_ids, ids[:, done : done + _PREFILL])
+            prefill.run("forward")
+            done += _PREFILL
+        for token in ids[0, done:]:
+            step.write(step_ids, np.array([[token]], np.uint32))
+            step.run("forward")
+        rng = np.random.Generator(np.random.PCG64(seed))
+        for _ in range(max_new_tokens):
+            scores = step.read(logits).reshape(-1)[: self.config.vocab_size]
+            token = _sample(scores, temperature, top_k, top_p, rng)
+            yield token
+            if token == eos_token_id:
+                return
+            step.write(step_ids, np.array([[token]], np.uint32))
+            step.run("forward")
+
+    def generate(self, prompt: npt.ArrayLike, max_new_tokens: int = 256, **options: Any) -> list[int]:
+        """The prompt's continuation as token ids; options as for `stream`."""
+        return list(self.stream(prompt, max_new_tokens, **options))
+
+
+def _sample(
+    logits: Array, temperature: float, top_k: int, top_p: float, rng: np.random.Generator
+) -> int:
+    """One id from logits (vocab_size,): temperature, then top-k, then top-p."""
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / max(temperature, 1e-7)
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    if top_k:
+        order = order[:top_k]
+    # the likeliest tokens whose mass before them is below top_p: at least one is kept
+    order = order[np.cumsum(p[order]) - p[order] < top_p]
+    kept = p[order] / p[order].sum()
+    return int(rng.choice(order, p=kept))

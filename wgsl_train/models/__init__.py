@@ -1,0 +1,1 @@
+"""Models: forward passes only."""

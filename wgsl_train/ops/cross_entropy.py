@@ -1,0 +1,123 @@
+"""The language model's head and loss, without ever holding the logits of a whole batch."""
+
+from ..kernel import Kernel, Target, Tensor, Values, by_kind, ceil_div, spread
+from ..plan import Plan
+from .linear import Columns, plan_backward_weight, plan_backward_x, plan_forward
+from .sum_partials import sum_partials
+
+IGNORED = 2**32 - 100  # a target that is not counted: -100 as u32
+
+
+def _choices(target: Target, v: Values) -> dict[str, int]:
+    """lanes: how many share a row."""
+    if target.kind == "cpu":
+        return {"workgroup": 16, "lanes": 1}
+    return {"workgroup": 256, "lanes": 256 if v["vocab_size"] >= 4096 else 32}
+
+
+CROSS_ENTROPY = Kernel(
+    "cross_entropy",
+    reads={"targets": "*rows", "batch_scale": "one"},
+    writes={"logits": "*rows vocab_size", "row_loss": "*rows"},
+    options={"gradient": True},  # False: the logits stay
+    choose=_choices,
+    grid=lambda v: spread(ceil_div(v["rows"], v["workgroup"] // v["lanes"])),
+    vec4=lambda v: ("logits",) if v["vocab_size"] % 4 == 0 else (),
+    u32=frozenset({"targets"}),
+    flops=lambda v: 8 * v["rows"] * v["vocab_size"],
+    traffic=lambda v: (12 if v["gradient"] else 4) * v["rows"] * v["vocab_size"],
+)
+
+LOSS_SUM = Kernel(
+    "loss_sum",
+    reads={"row_loss": "*rows"},
+    adds={"loss": "one"},
+    choose=by_kind({"workgroup": 256}, cpu={"workgroup": 16}),
+    grid=lambda v: (1, 1, 1),
+)
+
+
+def chunk_rows(target: Target, vocab_size: int) -> int:
+    """How many rows of logits exist at a time: a multiple of 64."""
+    budget = min(target.usable_binding, (256 if target.kind == "discrete" else 64) << 20)
+    return max(64, budget // (4 * vocab_size) // 64 * 64)
+
+
+def _logits(plan: Plan, x: Tensor, head: str, bias: str | None, logits: Tensor) -> None:
+    """Plan logits = x headᵀ + bias, a piece of the head at a time."""
+    shift = None if bias is None else plan.param(bias)
+    for first_row, piece in plan.layout.pieces[head]:
+        n = piece.shape[0]
+        out = Columns(logits, first_row, n)
+        plan_forward(plan, x, piece, out, bias=shift and shift.view(first_row, (n,)))
+
+
+def head_logits(plan: Plan, x: Tensor, head: str, bias: str | None = None) -> Tensor:
+    """Logits of all rows at once; for inference, no backward.
+
+    x (..., d_model) f32; head and bias are names of parameters (vocab_size, d_model) and
+    (vocab_size,). Returns (..., vocab_size) f32.
+    """
+    logits = plan.tensor("logits", (*x.shape[:-1], plan.layout.specs[head].shape[0]))
+    _logits(plan, x, head, bias, logits)
+    return logits
+
+
+def language_model_loss(
+    plan: Plan,
+    x: Tensor,
+    targets: Tensor,
+    batch_scale: Tensor,
+    loss: Tensor,
+    head: str,
+    bias: str | None = None,
+    name: str = "loss",
+) -> None:
+    """Add to loss the cross-entropy, in nats, of logits = x headᵀ + bias against the targets.
+
+    x (..., d_model) f32; targets (...) u32, those that are IGNORED count nothing, the others are
+    checked against vocab_size by the caller; batch_scale (1,) f32, what each row's loss is
+    multiplied by: 1 / the number of counted targets of the whole step; loss (1,) f32; head and
+    bias are names of parameters (vocab_size, d_model) and (vocab_size,).
+
+    A chunk of rows at a time: where the plan trains, its gradients follow its logits at once, in
+    the forward section, so that the logits need not be kept or computed twice.
+    """
+    rows, vocab_size = targets.size, plan.layout.specs[head].shape[0]
+    row_loss = plan.tensor(f"{name}_of_rows", (rows,))
+    chunk = chunk_rows(plan.target, vocab_size)
+    for start in range(0, rows, chunk):
+        stop = min(start + chunk, rows)
+        with plan.scope(f"{name}.{start}"):
+            logits = plan.tensor("logits", (stop - start, vocab_size))
+            _logits(plan, x.rows(start, stop), head, bias, logits)
+            plan.dispatch(
+                CROSS_ENTROPY,
+                targets=targets.view(start, (stop - start,)),
+                batch_scale=batch_scale,
+                logits=logits,
+                row_loss=row_loss.view(start, (stop - start,)),
+                gradient=plan.training,
+            )
+            if plan.training:
+                _backward(plan, x, start, stop, head, bias, logits)
+    plan.dispatch(LOSS_SUM, row_loss=row_loss, loss=loss)
+
+
+def _backward(
+    plan: Plan, x: Tensor, start: int, stop: int, head: str, bias: str | None, dlogits: Tensor
+) -> None:
+    """Plan the gradients of x's rows, the head and the bias."""
+    dx = plan.grad(x).rows(start, stop)
+    dshift = None if bias is None else plan.layout.grad(plan.param(bias))
+    for first_row, piece in plan.layout.pieces[head]:
+        n = piece.shape[0]
+        dout = Columns(dlogits, first_row, n)
+        plan_backward_x(plan, dout, piece, dx)
+        dweight = plan.layout.grad(piece)
+        dbias = dshift and dshift.view(first_row, (n,))
+        if dbias and not dweight:  # rare; the kernel makes both
+            dweight = plan.tensor(f"unused_dhead.{first_row}", piece.shape)
+        if dweight:
+            plan_backward_weight(plan, dout, x.rows(start, stop), dweight, dbias)
+    sum_partials(plan)

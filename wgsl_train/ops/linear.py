@@ -1,0 +1,341 @@
+"""Matrix products: out = x Wᵀ + bias, and its gradients dx = dout W, dW = doutᵀ x.
+
+All are renderings of one template, shaders/include/matmul.wgsl. Inputs and outputs may be ranges
+of columns of wider tensors (`Columns`), so that nothing is copied to split or join.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import ShapeError
+from ..kernel import Grid, Kernel, Target, Tensor, Values, ceil_div, round_up, spread
+from ..plan import Plan
+from .sum_partials import partial
+
+Activation = Literal["none", "softplus"]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """`width` columns of the last axis of a tensor, from column `start` on."""
+
+    tensor: Tensor
+    start: int
+    width: int
+
+
+def staged(
+    tile_m: int,
+    tile_n: int,
+    tile_k: int = 16,
+    thread_m: int = 8,
+    thread_n: int = 8,
+    pad: int = 0,
+    swizzle: int = 8,
+) -> dict[str, int]:
+    """Tuning choices: operands are staged in workgroup memory.
+
+    tile_m, tile_n, tile_k   outputs of a workgroup, and how deep it goes between barriers
+    thread_m, thread_n       outputs of a thread, multiples of 4
+    pad                      vec4s between rows in workgroup memory
+    swizzle                  tiles along m that are visited together
+    """
+    return {
+        "tile_m": tile_m,
+        "tile_n": tile_n,
+        "tile_k": tile_k,
+        "thread_m": thread_m,
+        "thread_n": thread_n,
+        "pad": pad,
+        "swizzle": swizzle,
+        "lanes": 0,
+        "workgroup": (tile_m // thread_m) * (tile_n // thread_n),
+    }
+
+
+def direct(
+    thread_m: int, thread_n: int, lanes: int = 1, workgroup: int = 8, swizzle: int = 8
+) -> dict[str, int]:
+    """Tuning choices: operands come straight from storage, for adapters that are CPUs.
+
+    thread_m, thread_n   outputs of a thread, multiples of 4; threads lie along m
+    lanes                threads of a subgroup, which share loads; it divides thread_n
+    """
+    return {
+        "tile_m": workgroup * thread_m,
+        "tile_n": thread_n,
+        "tile_k": 4,
+        "thread_m": thread_m,
+        "thread_n": thread_n,
+        "swizzle": swizzle,
+        "lanes": lanes,
+        "workgroup": workgroup,
+    }
+
+
+LARGE = staged(128, 128)
+MIDDLE = staged(64, 64, thread_m=4, thread_n=4)
+SMALL = staged(32, 32, thread_m=4, thread_n=4)
+
+
+def _choose(m: str, n: str) -> Callable[[Target, Values], dict[str, int]]:
+    """The largest tile that still makes enough workgroups to fill the adapter."""
+
+    def choose(target: Target, v: Values) -> dict[str, int]:
+        if target.kind == "cpu" and target.lanes == 8:
+            widths = [32, 40, 24, 16, 8]
+            return direct(4, min(widths, key=lambda w: round_up(v[n], w)), lanes=8)
+        if target.kind == "cpu":
+            return direct(8, 8)
+        enough = 132 if target.kind == "discrete" else 16
+        for choices in (LARGE, MIDDLE):
+            if _tiles(v[m], v[n], choices) * v.get("parts", 1) >= enough:
+                return choices
+        return SMALL
+
+    return choose
+
+
+def _tiles(m: int, n: int, choices: Values) -> int:
+    return ceil_div(m, choices["tile_m"]) * ceil_div(n, choices["tile_n"])
+
+
+def _grid(m: str, n: str) -> Callable[[Values], Grid]:
+    def grid(v: Values) -> Grid:
+        x, y, _ = spread(_tiles(v[m], v[n], v))
+        return (x, y, v.get("parts", 1))
+
+    return grid
+
+
+def _vec4(**bindings: tuple[str, ...]) -> Callable[[Values], list[str]]:
+    """The bindings all of whose row lengths, first columns and widths divide by 4."""
+    return lambda v: [b for b, sizes in bindings.items() if all(v[s] % 4 == 0 for s in sizes)]
+
+
+def _flops(v: Values) -> int:
+    return int(2 * v["rows"] * v["d_out"] * v["d_in"])
+
+
+_OUT = ("out_start", "out_stride", "d_out")
+_DOUT = ("dout_start", "dout_stride", "d_out")
+_X = ("x_start", "x_stride", "d_in")
+
+FORWARD = Kernel(
+    "linear_forward",
+    reads={
+        "x": "*rows x_stride",
+        "weight": "d_out d_in",
+        "bias?": "d_out",
+        "residual?": "*rows d_out",
+    },
+    writes={"out": "*rows out_stride"},
+    options={"x_start": 0, "out_start": 0, "activation": "none"},
+    choose=_choose("rows", "d_out"),
+    grid=_grid("rows", "d_out"),
+    vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, out=_OUT),
+    flops=_flops,
+    traffic=lambda v: 4 * (v["rows"] * (v["d_in"] + v["d_out"]) + v["d_out"] * v["d_in"]),
+)
+
+BACKWARD_X = Kernel(
+    "linear_backward_x",
+    reads={"dout": "*rows dout_stride", "weight": "d_out d_in"},
+    adds={"dx": "*rows dx_stride"},
+    options={"dout_start": 0, "dx_start": 0},
+    choose=_choose("rows", "d_in"),
+    grid=_grid("rows", "d_in"),
+    vec4=_vec4(dout=_DOUT, weight=("d_in",), dx=("dx_start", "dx_stride", "d_in")),
+    flops=_flops,
+    traffic=lambda v: 4 * (v["rows"] * (2 * v["d_in"] + v["d_out"]) + v["d_out"] * v["d_in"]),
+)
+
+BACKWARD_WEIGHT = Kernel(
+    "linear_backward_weight",
+    reads={"dout": "*rows dout_stride", "x": "*rows x_stride"},
+    adds={"dweight": "d_out d_in", "dbias?": "d_out"},
+    options={"dout_start": 0, "x_start": 0},
+    choose=_choose("d_out", "d_in"),
+    grid=_grid("d_out", "d_in"),
+    vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
+    flops=_flops,
+    traffic=lambda v: 4 * (v["rows"] * (v["d_in"] + v["d_out"]) + 2 * v["d_out"] * v["d_in"]),
+)
+
+BACKWARD_WEIGHT_PARTIAL = Kernel(
+    "linear_backward_weight_partial",
+    reads={"dout": "*rows dout_stride", "x": "*rows x_stride"},
+    writes={"weight_partials": "parts weight_stride", "bias_partials?": "parts bias_stride"},
+    options={"d_out": 1, "d_in": 1, "dout_start": 0, "x_start": 0},
+    choose=_choose("d_out", "d_in"),
+    grid=_grid("d_out", "d_in"),
+    vec4=_vec4(dout=_DOUT, x=_X, weight_partials=("d_in", "weight_stride")),
+    flops=_flops,
+    traffic=lambda v: (
+        4 * (v["rows"] * (v["d_in"] + v["d_out"]) + v["parts"] * v["d_out"] * v["d_in"])
+    ),
+)
+
+
+def _columns(x: Tensor | Columns, width: int, of: str) -> Columns:
+    """x as a range of columns, checked to be `width` wide and inside its tensor."""
+    if isinstance(x, Tensor):
+        x = Columns(x, 0, x.shape[-1])
+    if x.width != width or x.start < 0 or x.start + x.width > x.tensor.shape[-1]:
+        raise ShapeError(
+            f"{of}: columns {x.start}..{x.start + x.width} of {x.tensor.name} {x.tensor.shape}, "
+            f"{width} are needed"
+        )
+    return x
+
+
+def plan_forward(
+    plan: Plan,
+    x: Tensor | Columns,
+    weight: Tensor,
+    out: Tensor | Columns,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: Activation = "none",
+) -> None:
+    """Plan out = activation(x weightᵀ + bias) + residual; no backward.
+
+    x (*, d_in), weight (d_out, d_in), bias (d_out), residual and out (*, d_out). Raises
+    ShapeError where they do not fit.
+    """
+    d_out, d_in = weight.shape
+    x, out = _columns(x, d_in, "linear_forward: x"), _columns(out, d_out, "linear_forward: out")
+    plan.dispatch(
+        FORWARD,
+        x=x.tensor,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        out=out.tensor,
+        x_start=x.start,
+        out_start=out.start,
+        activation=activation,
+    )
+
+
+def plan_backward_x(
+    plan: Plan, dout: Tensor | Columns, weight: Tensor, dx: Tensor | Columns
+) -> None:
+    """Plan dx += dout weight; the first contribution to an activation's gradient overwrites.
+
+    dout (*, d_out), weight (d_out, d_in), dx (*, d_in). Raises ShapeError where they do not fit,
+    or where some columns of a gradient would be overwritten and the others left unwritten.
+    """
+    d_out, d_in = weight.shape
+    dout = _columns(dout, d_out, "linear_backward_x: dout")
+    dx = _columns(dx, d_in, "linear_backward_x: dx")
+    plan.dispatch(
+        BACKWARD_X,
+        dout=dout.tensor,
+        weight=weight,
+        dx=dx.tensor,
+        dout_start=dout.start,
+        dx_start=dx.start,
+    )
+    first = "dx" not in plan.sections[plan.section][-1].accumulate
+    if first and dx.width < dx.tensor.shape[-1]:
+        raise ShapeError(
+            f"linear_backward_x: {dx.tensor.name} gets its first contribution in only "
+            f"{dx.width} of {dx.tensor.shape[-1]} columns"
+        )
+
+
+def plan_backward_weight(
+    plan: Plan,
+    dout: Tensor | Columns,
+    x: Tensor | Columns,
+    dweight: Tensor,
+    dbias: Tensor | None = None,
+) -> None:
+    """Plan dweight += doutᵀ x and dbias += the sum of dout's rows.
+
+    dout (*, d_out), x (*, d_in), dweight (d_out, d_in), dbias (d_out). Where the tiles of dweight
+    are too few to fill the adapter the rows are split: partial sums, added up by
+    `sum_partials`, which the caller plans. Raises ShapeError where shapes do not fit.
+    """
+    d_out, d_in = dweight.shape
+    dout = _columns(dout, d_out, "linear_backward_weight: dout")
+    x = _columns(x, d_in, "linear_backward_weight: x")
+    rows = dout.tensor.size // dout.tensor.shape[-1]
+    given: dict[str, Any] = {
+        "dout": dout.tensor,
+        "x": x.tensor,
+        "dout_start": dout.start,
+        "x_start": x.start,
+    }
+    parts = _parts(plan.target, d_out, d_in, rows)
+    if parts == 1:
+        plan.dispatch(BACKWARD_WEIGHT, **given, dweight=dweight, dbias=dbias)
+        return
+    plan.dispatch(
+        BACKWARD_WEIGHT_PARTIAL,
+        **given,
+        d_out=d_out,
+        d_in=d_in,
+        weight_partials=partial(plan, dweight, parts),
+        bias_partials=None if dbias is None else partial(plan, dbias, parts),
+    )
+
+
+def _parts(target: Target, d_out: int, d_in: int, rows: int) -> int:
+    """How many parts the rows are split into: about four waves of workgroups on a large GPU."""
+    if target.kind == "cpu":
+        return 1
+    wanted = 1056 if target.kind == "discrete" else 64
+    size = 128 if target.kind == "discrete" and d_out * d_in >= 128 * 128 * 16 else 64
+    tiles = ceil_div(d_out, size) * ceil_div(d_in, size)
+    return max(1, min(wanted // tiles, rows // 256))
+
+
+def linear(
+    plan: Plan,
+    x: Tensor | Columns,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Columns | None = None,
+    residual: Tensor | None = None,
+    activation: Activation = "none",
+    name: str = "out",
+) -> Tensor:
+    """activation(x weightᵀ + bias) + residual, and its backward.
+
+    Parameters
+    ----------
+    x           (*, d_in), a whole tensor or a range of columns
+    weight      (d_out, d_in), a parameter
+    bias        (d_out), a parameter
+    out         columns to write; by default a new tensor `name` of shape (*, d_out)
+    residual    (*, d_out); its gradient is then out's own, and is only added into
+    activation  softplus: the gradient of `out` is expected to hold the gradient before the
+                activation, since the op that reads `out` can fold in the derivative for free
+
+    Returns the tensor written. The backward adds into x's gradient, and into those of weight and
+    bias where they are trained. Raises ShapeError where shapes do not fit.
+    """
+    d_out, d_in = weight.shape
+    x = _columns(x, d_in, "linear: x")
+    if out is None:
+        out = Columns(plan.tensor(name, (*x.tensor.shape[:-1], d_out)), 0, d_out)
+    plan_forward(plan, x, weight, out, bias, residual, activation)
+    if residual is not None:
+        plan.share_grad(out.tensor, residual)
+
+    def backward() -> None:
+        dout = Columns(plan.grad(out.tensor), out.start, out.width)
+        dweight = plan.layout.grad(weight)
+        dbias = None if bias is None else plan.layout.grad(bias)
+        if dweight is None and dbias is not None:  # rare; the kernel makes both
+            dweight = plan.tensor(f"unused_d{weight.name}", weight.shape)
+        if dweight is not None:
+            plan_backward_weight(plan, dout, x, dweight, dbias)
+        plan_backward_x(plan, dout, weight, Columns(plan.grad(x.tensor), x.start, x.width))
+
+    plan.tape(backward)
+    return out.tensor

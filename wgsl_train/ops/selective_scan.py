@@ -1,0 +1,360 @@
+"""The selective scan of Mamba-1, with its skip and gate, forward and backward.
+
+The sequence is cut twice. A *chunk* is what the backward pass replays: the forward pass keeps the
+state at each chunk's start, and nothing else of size d_inner x d_state. A *segment* is a run of
+chunks that one workgroup walks from end to end, carrying the state in registers. Where batch and
+channels alone fill the machine there is one segment; elsewhere several run side by side, after two
+small dispatches that find the state each one starts from.
+
+States are stored as vectors of four: (..., groups, d_inner, 4) with groups = ceil(d_state / 4), so
+that neighbouring lanes, which hold neighbouring channels, read neighbouring vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ..errors import ConfigError, ShapeError
+from ..kernel import Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise
+from ..plan import Plan
+
+CHUNK = 32  # steps between the states that are kept
+MAX_STATE = 1024
+_LANES = 128  # of a workgroup
+
+Discretization = Literal["euler", "zoh"]
+
+
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit`."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+
+
+def _groups(d_state: int) -> int:
+    return ceil_div(d_state, 4)
+
+
+def _channels(target: Target, lane_groups: int) -> int:
+    """Channels of a workgroup that gives each of them this many lanes."""
+    return max(1, (32 if target.kind == "cpu" else 128) // lane_groups)
+
+
+def _lanes(target: Target, v: Values) -> dict[str, int]:
+    """A workgroup of channels x lane groups, each lane with `quads` vectors of four states.
+
+    A CPU pays for barriers and for loads, so there a lane sums over states by itself.
+    """
+    groups = _groups(v["d_state"])
+    quads = _divisor(groups, 4) if target.kind == "cpu" else 1
+    channels = _channels(target, groups // quads)
+    return {
+        "groups": groups,
+        "quads": quads,
+        "channels": channels,
+        "workgroup": channels * (groups // quads),
+        "span": _divisor(v["chunk"], 2 if target.kind == "cpu" else 8),
+        "ragged": _ragged(v, channels),
+    }
+
+
+def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
+    """One vector a lane; `kept` steps are held in registers, `span` in workgroup memory."""
+    groups = _groups(v["d_state"])
+    kept = max(2 if target.kind == "cpu" else 8, v["chunk"] // 16)
+    kept = _divisor(v["chunk"], kept)
+    return {
+        "quads": 1,
+        "workgroup": v["channels"] * groups,
+        "kept": kept,
+        "span": _divisor(kept, 2 if groups <= 128 else 1),
+        "ragged": _ragged(v, v["channels"]),
+    }
+
+
+def _ragged(v: Values, channels: int) -> int:
+    """Whether some lanes or steps lie outside."""
+    return int(v["seqlen"] % v["chunk"] > 0 or v["d_inner"] % channels > 0)
+
+
+def _packed(v: Values) -> tuple[str, ...]:
+    return ("x_dbl",) if v["dt_rank"] % 4 == 0 and v["d_state"] % 4 == 0 else ()
+
+
+def _steps(v: Values) -> int:
+    """Steps of one state each."""
+    return int(v["batch"] * v["seqlen"] * v["d_inner"] * v["d_state"])
+
+
+_SHAPE = {"dt_rank": 1, "d_state": 16, "chunk": CHUNK, "per_segment": 1, "segments": 1}
+_OPERANDS = {
+    "u_delta": "batch seqlen d_u_delta",
+    "x_dbl": "batch seqlen d_x_dbl",
+    "AD": "planes d_inner quad",
+}
+
+PREPARE = Kernel(
+    "scan_prepare",
+    reads={"A_log": "d_inner d_state", "D": "d_inner"},
+    writes={"AD": "planes d_inner quad"},
+    options={"clamp": None},
+    grid=elementwise(lambda v: v["planes"] * v["d_inner"]),
+    vec4=lambda v: ("AD",),
+)
+
+LOCAL = Kernel(
+    "scan_local",
+    reads=_OPERANDS,
+    writes={
+        "chunk_states": "batch chunks groups d_inner quad",
+        "delta_sums": "batch segments d_inner",
+    },
+    options={**_SHAPE, "discretization": "euler"},
+    choose=_lanes,
+    grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"] - 1, v["batch"]),
+    vec4=lambda v: ("AD", "chunk_states", *_packed(v)),
+    flops=lambda v: 5 * _steps(v),
+)
+
+COMBINE = Kernel(
+    "scan_combine",
+    reads={
+        "AD": "planes d_inner quad",
+        "delta_sums": "batch segments d_inner",
+        "state?": "batch groups d_inner quad",
+    },
+    writes={"states": "batch slots groups d_inner quad"},
+    options={"per_segment": 1, "reverse": False},
+    choose=by_kind({"workgroup": 64}),
+    grid=elementwise(lambda v: v["batch"] * v["groups"] * v["d_inner"], per_group=64),
+    vec4=lambda v: ("AD", "state", "states"),
+    traffic=lambda v: 8 * v["batch"] * v["segments"] * v["groups"] * v["d_inner"] * 4,
+)
+
+FORWARD = Kernel(
+    "scan_forward",
+    reads={**_OPERANDS, "xz": "batch seqlen d_xz"},
+    writes={
+        "chunk_states?": "batch chunks groups d_inner quad",
+        "y?": "batch seqlen d_inner",
+        "g": "batch seqlen d_inner",
+        "state?": "batch groups d_inner quad",
+    },
+    options={**_SHAPE, "discretization": "euler"},
+    choose=_lanes,
+    grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
+    vec4=lambda v: ("AD", "chunk_states", "state", *_packed(v)),
+    flops=lambda v: 7 * _steps(v),
+    traffic=lambda v: 4 * v["batch"] * v["seqlen"] * (5 * v["d_inner"] + 2 * v["d_state"]),
+)
+
+BACKWARD_GATE = Kernel(
+    "scan_backward_gate",
+    reads={"xz": "batch seqlen d_xz", "y": "batch seqlen d_inner"},
+    writes={"dg": "batch seqlen d_inner", "dxz": "batch seqlen d_xz"},
+    grid=elementwise(lambda v: ceil_div(v["batch"] * v["seqlen"] * v["d_inner"], 4)),
+    vec4=lambda v: ("xz", "y", "dg", "dxz") if v["d_inner"] % 4 == 0 else (),
+    traffic=lambda v: 4 * 5 * v["batch"] * v["seqlen"] * v["d_inner"],
+)
+
+BACKWARD_LOCAL = Kernel(
+    "scan_backward_local",
+    reads={**_OPERANDS, "dy": "batch seqlen d_inner"},
+    writes={
+        "carry": "batch segments groups d_inner quad",
+        "delta_sums": "batch segments d_inner",
+    },
+    options=_SHAPE,
+    choose=_lanes,
+    grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"] - 1, v["batch"]),
+    vec4=lambda v: ("AD", "carry", *_packed(v)),
+    flops=lambda v: 4 * _steps(v),
+)
+
+BACKWARD = Kernel(
+    "scan_backward",
+    reads={
+        **_OPERANDS,
+        "dy": "batch seqlen d_inner",
+        "chunk_states": "batch chunks groups d_inner quad",
+        "carry?": "batch segments groups d_inner quad",
+    },
+    writes={"du_ddt": "batch seqlen d_u_delta", "partials": "n_partials"},
+    options={**_SHAPE, "channels": 32, "discretization": "euler"},
+    choose=_backward_lanes,
+    grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
+    vec4=lambda v: ("AD", "chunk_states", "carry", "partials", *_packed(v)),
+    flops=lambda v: 18 * _steps(v),
+)
+
+BACKWARD_SUMS = Kernel(
+    "scan_backward_sums",
+    reads={"partials": "n_partials"},
+    writes={"dx_dbl": "batch seqlen d_x_dbl"},
+    adds={"dA_log?": "d_inner d_state", "dD?": "d_inner"},
+    options={"dt_rank": 1, "d_state": 16, "blocks": 1, "segments": 1, "d_inner": 1},
+    grid=elementwise(
+        lambda v: v["batch"] * v["seqlen"] * v["d_x_dbl"] + v["d_inner"] * (v["d_state"] + 1)
+    ),
+)
+
+
+def _per_segment(target: Target, workgroups: int, chunks: int, wanted: dict[str, int]) -> int:
+    """Chunks a segment, for at least the wanted number of workgroups (by kind of adapter)."""
+    segments = ceil_div(wanted.get(target.kind, wanted["portable"]), workgroups)
+    return ceil_div(chunks, min(segments, chunks))
+
+
+def selective_scan(
+    plan: Plan,
+    u_delta: Tensor,
+    x_dbl: Tensor,
+    xz: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    *,
+    dt_rank: int,
+    d_state: int,
+    discretization: Discretization = "euler",
+    a_log_clamp: tuple[float, float] | None = None,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+    per_segment: int | None = None,
+    name: str = "scan",
+) -> Tensor:
+    """Scan each channel through its states, add the skip, gate the result.
+
+    h[t] = exp(delta A) h[t-1] + weight B u,  y = sum_n C h + D u,  result = y * silu(z), where
+    A = -exp(A_log) and weight is delta ("euler") or (exp(delta A) - 1) / A ("zoh").
+
+    u_delta (batch, seqlen, 2 d_inner) f32 holds [u | delta] (delta after its softplus), x_dbl
+    (batch, seqlen, dt_rank + 2 d_state) holds [dt | B | C], xz (batch, seqlen, 2 d_inner) holds
+    [x | z]; A_log (d_inner, d_state), D (d_inner,). Returns (batch, seqlen, d_inner).
+
+    The backward pass writes all of u_delta's gradient, for delta the one before its softplus; all
+    of x_dbl's, 0 for dt; and the z half of xz's. It adds to A_log's and D's where they train.
+
+    a_log_clamp   A_log is clamped to this range, without a gradient outside it
+    state         persistent (batch, ceil(d_state / 4), d_inner, 4): the scan starts from it and
+                  leaves its last state there; no gradient flows into it
+    chunk         steps between the states that are kept for the backward pass
+    per_segment   chunks a segment; by default what fills the adapter
+
+    Raises ConfigError where d_state is above 1,024 or the discretization unknown, ShapeError where
+    shapes do not fit. Source: Gu & Dao, "Mamba" (2023), algorithm 2 and section 3.3.2.
+    """
+    batch, seqlen, two_d_inner = u_delta.shape
+    d_inner, groups = A_log.shape[0], _groups(d_state)
+    if not 1 <= d_state <= MAX_STATE:
+        raise ConfigError(f"d_state is {d_state}, must be 1 to {MAX_STATE:,}")
+    if discretization not in ("euler", "zoh"):
+        raise ConfigError(f"discretization is {discretization!r}, must be 'euler' or 'zoh'")
+    if two_d_inner != 2 * d_inner or xz.shape[-1] != 2 * d_inner:
+        raise ShapeError(
+            f"selective_scan: u_delta {u_delta.shape} and xz {xz.shape} must be twice as wide as "
+            f"A_log {A_log.shape}"
+        )
+    if x_dbl.shape[-1] != dt_rank + 2 * d_state:
+        raise ShapeError(
+            f"selective_scan: x_dbl {x_dbl.shape} must have dt_rank + 2 d_state = "
+            f"{dt_rank + 2 * d_state} columns"
+        )
+    chunk = min(chunk, 1 << (seqlen - 1).bit_length())
+    channels = _channels(plan.target, groups)
+    chunks, blocks = ceil_div(seqlen, chunk), ceil_div(d_inner, channels)
+    shape: dict[str, Any] = {"dt_rank": dt_rank, "d_state": d_state, "chunk": chunk}
+
+    def cut(wanted: dict[str, int]) -> dict[str, int]:
+        per = per_segment or _per_segment(plan.target, batch * blocks, chunks, wanted)
+        return {"per_segment": per, "segments": ceil_div(chunks, per)}
+
+    segments = cut({"portable": 64, "cpu": 2, "discrete": 256})
+    operands: dict[str, Tensor] = {
+        "u_delta": u_delta,
+        "x_dbl": x_dbl,
+        "AD": plan.tensor(f"{name}.AD", (2 * groups + 1, d_inner, 4)),
+    }
+    plan.dispatch(PREPARE, A_log=A_log, D=D, AD=operands["AD"], clamp=a_log_clamp)
+    several = segments["segments"] > 1
+    chunk_states = y = None
+    if plan.training or several:
+        chunk_states = plan.tensor(f"{name}.chunk_states", (batch, chunks, groups, d_inner, 4))
+    if plan.training:
+        y = plan.tensor(f"{name}.y", (batch, seqlen, d_inner))
+    g = plan.tensor(name, (batch, seqlen, d_inner))
+    if several:
+        sums = plan.tensor(f"{name}.delta_sums", (batch, segments["segments"], d_inner))
+        plan.dispatch(
+            LOCAL,
+            **operands,
+            chunk_states=chunk_states,
+            delta_sums=sums,
+            **shape,
+            **segments,
+            discretization=discretization,
+        )
+        plan.dispatch(
+            COMBINE,
+            AD=operands["AD"],
+            delta_sums=sums,
+            state=state,
+            states=chunk_states,
+            per_segment=segments["per_segment"],
+        )
+    plan.dispatch(
+        FORWARD,
+        **operands,
+        xz=xz,
+        chunk_states=chunk_states,
+        y=y,
+        g=g,
+        state=state,
+        **shape,
+        **segments,
+        discretization=discretization,
+    )
+
+    def backward() -> None:
+        segments = cut({"portable": 64, "cpu": 2, "discrete": 256})
+        dy = plan.grad(g)
+        plan.dispatch(BACKWARD_GATE, xz=xz, y=y, dg=dy, dxz=plan.grad(xz))
+        carry = None
+        if (n := segments["segments"]) > 1:
+            carry = plan.tensor(f"{g.name}.carry", (batch, n, groups, d_inner, 4))
+            sums = plan.tensor(f"{g.name}.carry_delta_sums", (batch, n, d_inner))
+            plan.dispatch(
+                BACKWARD_LOCAL, **operands, dy=dy, carry=carry, delta_sums=sums, **shape, **segments
+            )
+            plan.dispatch(
+                COMBINE, AD=operands["AD"], delta_sums=sums, states=carry, reverse=True
+            )
+        size = batch * seqlen * blocks * 2 * groups * 4 + batch * n * (groups + 1) * d_inner * 4
+        partials = plan.tensor(f"{g.name}.partials", (size,))
+        plan.dispatch(
+            BACKWARD,
+            **operands,
+            dy=dy,
+            chunk_states=chunk_states,
+            carry=carry,
+            du_ddt=plan.grad(u_delta),
+            partials=partials,
+            **shape,
+            **segments,
+            channels=channels,
+            discretization=discretization,
+        )
+        plan.dispatch(
+            BACKWARD_SUMS,
+            partials=partials,
+            dx_dbl=plan.grad(x_dbl),
+            dA_log=plan.layout.grad(A_log),
+            dD=plan.layout.grad(D),
+            dt_rank=dt_rank,
+            d_state=d_state,
+            d_inner=d_inner,
+            blocks=blocks,
+            segments=n,
+        )
+
+    plan.tape(backward)
+    return g

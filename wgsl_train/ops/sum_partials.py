@@ -1,0 +1,65 @@
+"""Gradients of parameters that arrive as partial sums, added up in order, in one dispatch.
+
+A sum over all rows of a batch (a weight's gradient, a bias's, A_log's) is made in two stages:
+workgroups write partial sums, and a last dispatch adds them up in a fixed order. `partial`
+hands out space for the first stage; `sum_partials` plans the last for all that was handed out
+since, one dispatch for a whole block of a model rather than one a parameter.
+"""
+
+import itertools
+
+from ..kernel import ALIGN, Kernel, Tensor, Values, by_kind, ceil_div, round_up, spread
+from ..plan import Plan
+
+
+def _groups(v: Values) -> int:
+    return sum(ceil_div(size, v["workgroup"] // v["slices"]) for _, _, size, _ in v["segments"])
+
+
+SUM = Kernel(
+    "sum_partials",
+    reads={"partials": "n_partials"},
+    adds={"grads": "n"},
+    options={"segments": ()},  # (first partial, parts, elements, first gradient), ...
+    # slices: lanes that share the parts of an element
+    choose=by_kind({"workgroup": 256, "slices": 8}, cpu={"workgroup": 256, "slices": 1}),
+    grid=lambda v: spread(_groups(v)),
+    traffic=lambda v: sum(4 * size * (parts + 2) for _, parts, size, _ in v["segments"]),
+)
+
+
+def partial(plan: Plan, grad: Tensor, parts: int) -> Tensor:
+    """Space for `parts` partial sums of a parameter's gradient: (parts, grad.size rounded up).
+
+    Each part starts at a multiple of ALIGN elements: index by the second dim, not by the
+    gradient's size.
+    """
+    stride = round_up(grad.size, ALIGN)
+    arena, start = None, 0
+    if plan.partials:
+        last, of = plan.partials[-1]
+        end = last.start + last.size
+        fits = 4 * (end + parts * stride) <= plan.target.usable_binding
+        if fits and of.root is grad.root:  # one dispatch binds one arena and one page
+            arena, start = last.root, end
+    arena = arena or plan.tensor(f"partials_for_{grad.name}", (0,))
+    arena.shape = (start + parts * stride,)
+    space = arena.view(start, (parts, stride), f"{grad.name}.partials")
+    plan.partials.append((space, grad))
+    return space
+
+
+def sum_partials(plan: Plan) -> None:
+    """Plan the sums of all partial gradients handed out since the last call."""
+    pending, plan.partials = plan.partials, []
+    for arena, group in itertools.groupby(pending, key=lambda item: item[0].root):
+        segments = list(group)
+        page = segments[0][1].root
+        first = min(g.start for _, g in segments)
+        last = max(g.start + g.size for _, g in segments)
+        plan.dispatch(
+            SUM,
+            partials=arena,
+            grads=page.view(first, (last - first,), f"{page.name}[{first}:{last}]"),
+            segments=tuple((p.start, p.shape[0], g.size, g.start - first) for p, g in segments),
+        )

@@ -1,0 +1,510 @@
+"""A plan: the ordered dispatches of one training step, as plain data. Touches no GPU.
+
+`Layout` places parameters in flat buffers, `Plan` records dispatches and the tape of backward
+passes, `Memory` assigns activations with disjoint lifetimes to shared buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .errors import DeviceError, ShapeError
+from .kernel import (
+    MAX_ELEMENTS,
+    PORTABLE,
+    DType,
+    Grid,
+    Kernel,
+    Rendered,
+    Target,
+    Tensor,
+    ceil_div,
+    round_up,
+)
+
+BLOCK = 1024  # elements: parameters start at multiples of it in the flat buffers
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter of a model: its checkpoint name, shape, and how it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    decay: bool = True
+    trainable: bool = True
+
+
+@dataclass(eq=False)
+class Page:
+    """One flat buffer of parameters, with gradients and moments at the same offsets.
+
+    decay   for each BLOCK of elements, 1 where weight decay applies
+    """
+
+    params: Tensor
+    grads: Tensor
+    m: Tensor
+    v: Tensor
+    trainable: bool
+    decay: list[int] = field(default_factory=list)
+
+
+class Layout:
+    """Where every parameter lies: pages no larger than one binding of the target.
+
+    A parameter that alone exceeds a binding is split by rows into pieces. Every parameter starts
+    at a multiple of BLOCK, so that the gradient norm, which is summed by blocks, has the same
+    bits however the pages fall.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], target: Target = PORTABLE) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self.pages: list[Page] = []
+        self.pieces: dict[str, list[tuple[int, Tensor]]] = {}
+        self._grads: dict[Tensor, Tensor] = {}
+        limit = target.usable_binding // 4 // BLOCK * BLOCK
+        for trainable in (True, False):
+            page: Page | None = None
+            for spec in specs:
+                if spec.trainable != trainable:
+                    continue
+                self.pieces[spec.name] = []
+                for first, shape in _split(spec, limit):
+                    size = round_up(Tensor("", shape).size, BLOCK)
+                    if page is None or page.params.size + size > limit:
+                        page = self._page(trainable)
+                    piece = Tensor(spec.name, shape, kind="param", base=page.params)
+                    piece.offset = page.params.size
+                    grad = Tensor(f"d{spec.name}", shape, kind="grad", base=page.grads)
+                    grad.offset = piece.offset
+                    self.pieces[spec.name].append((first, piece))
+                    self._grads[piece] = grad
+                    page.decay += [int(spec.decay)] * (size // BLOCK)
+                    for flat in (page.params, page.grads, page.m, page.v):
+                        flat.shape = (flat.size + size,)
+
+    def _page(self, trainable: bool) -> Page:
+        i = sum(p.trainable == trainable for p in self.pages)
+        params = Tensor(f"params.{i}" if trainable else f"frozen.{i}", (0,), kind="param")
+        grads = Tensor(f"grads.{i}", (0,), kind="grad")
+        m, v = (Tensor(f"{n}.{i}", (0,), kind="moment") for n in "mv")
+        self.pages.append(Page(params, grads, m, v, trainable))
+        return self.pages[-1]
+
+    @property
+    def trained_pages(self) -> list[Page]:
+        return [p for p in self.pages if p.trainable]
+
+    def param(self, name: str) -> Tensor:
+        """The parameter as one tensor. Raises ShapeError where it had to be split."""
+        if len(self.pieces[name]) > 1:
+            shape = self.specs[name].shape
+            raise ShapeError(
+                f"{name} {shape} does not fit one storage binding of this adapter: "
+                "only embeddings and heads may be split"
+            )
+        return self.pieces[name][0][1]
+
+    def grad(self, piece: Tensor) -> Tensor | None:
+        """The gradient of a parameter, or of a piece of one; None where it is frozen."""
+        page = piece.root
+        return None if page.name.startswith("frozen") else self._grads[piece]
+
+    def moments(self, piece: Tensor) -> tuple[Tensor, Tensor]:
+        """m and v of a parameter, or of a piece of one."""
+        page = next(p for p in self.pages if p.params is piece.root)
+        m, v = (
+            Tensor(f"{n}.{piece.name}", piece.shape, kind="moment", base=flat, offset=piece.offset)
+            for n, flat in (("m", page.m), ("v", page.v))
+        )
+        return m, v
+
+    def set_decay(self, decays: Callable[[str], bool]) -> None:
+        """Choose by name which parameters weight decay applies to."""
+        self.specs = {n: replace(spec, decay=decays(n)) for n, spec in self.specs.items()}
+        for name, pieces in self.pieces.items():
+            for _, piece in pieces:
+                page = next(p for p in self.pages if p.params is piece.root)
+                first, count = piece.offset // BLOCK, ceil_div(piece.size, BLOCK)
+                page.decay[first : first + count] = [int(self.specs[name].decay)] * count
+
+    @property
+    def n_params(self) -> int:
+        """Number of parameters, padding not counted."""
+        return sum(Tensor("", s.shape).size for s in self.specs.values())
+
+    @property
+    def n_trainable(self) -> int:
+        return sum(Tensor("", s.shape).size for s in self.specs.values() if s.trainable)
+
+
+def _split(spec: ParamSpec, limit: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(first row, shape) of the pieces of a parameter that each hold at most `limit` elements."""
+    whole = Tensor(spec.name, spec.shape)
+    if whole.size > MAX_ELEMENTS:
+        raise ShapeError(
+            f"{spec.name} {spec.shape} has {whole.size:,} elements, more than {MAX_ELEMENTS:,}"
+        )
+    if round_up(whole.size, BLOCK) <= limit:
+        yield 0, spec.shape
+        return
+    row = whole.size // spec.shape[0]
+    rows = limit // row
+    if rows < 1:
+        raise ShapeError(
+            f"{spec.name} {spec.shape}: a row of {4 * row:,} bytes exceeds this adapter's "
+            f"storage binding of {4 * limit:,} bytes"
+        )
+    if rows > BLOCK:
+        rows = rows // BLOCK * BLOCK
+    while round_up(rows * row, BLOCK) > limit:
+        rows -= 1
+    for first in range(0, spec.shape[0], rows):
+        yield first, (min(rows, spec.shape[0] - first), *spec.shape[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """One kernel, with the tensors it binds and the values its source is rendered with."""
+
+    kernel: Kernel
+    label: str
+    dims: dict[str, int]
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+    accumulate: frozenset[str]
+    grid: Grid
+
+    def render(self) -> Rendered:
+        return _render(
+            self.kernel,
+            tuple(self.dims.items()),
+            tuple(self.values.items()),
+            tuple(self.tensors),
+            self.accumulate,
+        )
+
+    def bound(self, *uses: str) -> Iterator[tuple[str, Tensor]]:
+        """(binding, tensor) of the bindings that are used so: reads, writes, adds."""
+        for name, tensor in self.tensors.items():
+            if self.kernel.bindings[name][1] in uses:
+                yield name, tensor
+
+    @property
+    def flops(self) -> int:
+        return self.kernel.flops(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that must move through memory."""
+        if self.kernel.traffic:
+            return self.kernel.traffic(self.values)
+        return sum(t.nbytes * (1 + (n in self.accumulate)) for n, t in self.tensors.items())
+
+    def __str__(self) -> str:
+        dims = " ".join(f"{k}={v}" for k, v in self.dims.items())
+        grid = "x".join(map(str, self.grid))
+        return (
+            f"{self.label:34} {self.kernel.name:28} grid {grid:14} "
+            f"{self.nbytes / 1e6:10.3f} MB {self.flops / 1e6:12.3f} MFLOP  {dims}"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _render(
+    kernel: Kernel,
+    dims: tuple[tuple[str, int], ...],
+    values: tuple[tuple[str, Any], ...],
+    bound: tuple[str, ...],
+    accumulate: frozenset[str],
+) -> Rendered:
+    return kernel.render(dict(dims), dict(values), bound, accumulate)
+
+
+class Plan:
+    """Records dispatches as ops are called, and each op's backward for later.
+
+    The backward walk is micrograd's: run what was taped, last first. Backward kernels add into
+    parameters' gradients, which the encoder clears at the start of a step; an activation's
+    gradient is overwritten by its first contribution and added into by the others, so that it
+    needs no clearing.
+    """
+
+    def __init__(self, layout: Layout, target: Target = PORTABLE, training: bool = True) -> None:
+        self.layout, self.target, self.training = layout, target, training
+        self.sections: dict[str, list[Dispatch]] = {"forward": [], "backward": [], "update": []}
+        self.section = "forward"  # where dispatch() appends
+        self.constants: dict[Tensor, Sequence[int]] = {}  # persistent tensors filled once
+        self.clear_first: list[Tensor] = []  # persistent tensors cleared with the gradients
+        self.partials: list[tuple[Tensor, Tensor]] = []  # see ops/sum_partials.py
+        self._scope: tuple[str, ...] = ()
+        self._names: dict[str, Tensor] = {}
+        self._alias: dict[Tensor, Tensor] = {}
+        self._grads: dict[Tensor, Tensor] = {}
+        self._written: dict[Tensor, list[tuple[int, int]]] = {}
+        self._tape: list[tuple[tuple[str, ...], Callable[[], None]]] = []
+
+    # -- tensors ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Prefix the names of tensors and dispatches planned inside."""
+        outer = self._scope
+        self._scope = (*outer, name)
+        try:
+            yield
+        finally:
+            self._scope = outer
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: DType = "f32") -> Tensor:
+        """A new activation; its name gets the scope's prefix, and a number where it is taken."""
+        full = ".".join((*self._scope, name))
+        unique, n = full, 1
+        while unique in self._names:
+            unique, n = f"{full}.{n}", n + 1
+        return self._new(Tensor(unique, shape, dtype))
+
+    def persistent(self, name: str, shape: tuple[int, ...], dtype: DType = "f32") -> Tensor:
+        """A tensor that keeps its contents between steps, shared by name between plans."""
+        return self._new(Tensor(name, shape, dtype, kind="persistent"))
+
+    def constant(self, name: str, values: Sequence[int]) -> Tensor:
+        """A persistent u32 tensor that the encoder fills once."""
+        tensor = self.persistent(name, (len(values),), "u32")
+        self.constants[tensor] = values
+        return tensor
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        if tensor.name in self._names:
+            raise ShapeError(f"tensor {tensor.name} is planned twice")
+        if tensor.size > MAX_ELEMENTS:
+            raise ShapeError(
+                f"{tensor.name} {tensor.shape} has {tensor.size:,} elements, "
+                f"more than {MAX_ELEMENTS:,}"
+            )
+        self._names[tensor.name] = tensor
+        return tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of this name, as planned."""
+        return self._names[name]
+
+    def param(self, name: str) -> Tensor:
+        return self.layout.param(name)
+
+    def grad(self, of: Tensor) -> Tensor:
+        """The gradient of an activation; made at the first call."""
+        while of in self._alias:
+            of = self._alias[of]
+        if of not in self._grads:
+            self._grads[of] = self._new(Tensor(f"d{of.name}", of.shape))
+        return self._grads[of]
+
+    def share_grad(self, of: Tensor, like: Tensor) -> None:
+        """Let `of` have the gradient tensor of `like`: for out = like + f(like), residuals."""
+        self._alias[of] = like
+
+    # -- dispatches ------------------------------------------------------------------------
+
+    def dispatch(self, kernel: Kernel, **bindings_and_options: Any) -> None:
+        """Append one dispatch: tensors by binding name (None: left out), options by name.
+
+        Raises ShapeError at once where a tensor does not fit, exceeds the target's binding, or
+        is read before anything wrote it.
+        """
+        options = {k: v for k, v in bindings_and_options.items() if k in kernel.options}
+        given = {k: v for k, v in bindings_and_options.items() if k not in options and v is not None}
+        dims = kernel.match({name: t.shape for name, t in given.items()})
+        tensors = {name: given[name] for name in kernel.bindings if name in given}
+        values = kernel.values(self.target, dims, options)
+        accumulate = set()
+        for name, tensor in tensors.items():
+            use = kernel.bindings[name][1]
+            span = (tensor.start, tensor.start + tensor.size)
+            written = self._written.setdefault(tensor.root, [])
+            if use == "reads" and tensor.root.kind == "activation" and not _overlaps(span, written):
+                raise ShapeError(f"{kernel.name} reads {tensor.name}, which nothing has written")
+            if use == "adds" and (tensor.root.kind != "activation" or _overlaps(span, written)):
+                accumulate.add(name)
+        for name, tensor in tensors.items():
+            if kernel.bindings[name][1] != "reads":
+                self._written[tensor.root].append((tensor.start, tensor.start + tensor.size))
+        label = ".".join(self._scope)
+        d = Dispatch(
+            kernel, label, dims, values, tensors, frozenset(accumulate), kernel.grid(values)
+        )
+        self._check(d)
+        self.sections[self.section].append(d)
+
+    def _check(self, d: Dispatch) -> None:
+        """The rules of WebGPU and the limits of the target, for one dispatch."""
+        name, target = d.kernel.name, self.target
+        if len(d.tensors) > target.max_storage_buffers:
+            raise ShapeError(
+                f"{name} binds {len(d.tensors)} buffers, the adapter allows "
+                f"{target.max_storage_buffers}"
+            )
+        for binding, t in d.tensors.items():
+            if t.nbytes > target.usable_binding:
+                raise DeviceError(
+                    f"{name}: {binding} {t.shape} takes {t.nbytes:,} bytes, this adapter binds at "
+                    f"most {target.usable_binding:,}. Use a smaller batch or sequence length "
+                    "(and more gradient accumulation)."
+                )
+        if max(d.grid) > target.max_workgroups:
+            raise DeviceError(f"{name}: grid {d.grid} exceeds {target.max_workgroups} workgroups")
+        if d.values.get("workgroup", 1) > target.max_invocations:
+            raise DeviceError(
+                f"{name}: {d.values['workgroup']} invocations a workgroup, the adapter allows "
+                f"{target.max_invocations}"
+            )
+        reads = [t for _, t in d.bound("reads")]
+        changes = [t for _, t in d.bound("writes", "adds")]
+        for i, t in enumerate(changes):
+            if any(r.root is t.root for r in reads):
+                raise ShapeError(f"{name} reads and writes {t.root.name} in one dispatch")
+            for other in changes[:i]:
+                span = (other.start, other.start + other.size)
+                if other.root is t.root and _overlaps((t.start, t.start + t.size), [span]):
+                    raise ShapeError(f"{name} writes {t.name} and {other.name}, which overlap")
+
+    # -- backward --------------------------------------------------------------------------
+
+    def tape(self, backward: Callable[[], None]) -> None:
+        """Have `backward` plan this op's backward pass, in today's scope, when the tape unwinds."""
+        if self.training:
+            self._tape.append((self._scope, backward))
+
+    def backward(self) -> None:
+        """Plan the backward pass: what was taped, last first."""
+        self.section = "backward"
+        self._unwind()
+
+    def _unwind(self) -> None:
+        outer = self._scope
+        while self._tape:
+            self._scope, backward = self._tape.pop()
+            backward()
+        self._scope = outer
+
+    def checkpoint(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Plan block(x), keeping only x: the backward pass plans the block's forward again."""
+        if not self.training:
+            return block(x)
+        outer, self._tape = self._tape, []
+        out = block(x)
+        self._tape = outer
+
+        def backward() -> None:
+            outer, self._tape = self._tape, []
+            with self.scope("replay"):
+                again = block(x)
+            if self.grad(again) is not self.grad(out):
+                raise ShapeError("a checkpointed block must end in a residual addition")
+            self._unwind()
+            self._tape = outer
+
+        self.tape(backward)
+        return out
+
+    def prune(self, keep: Iterable[Tensor] = ()) -> None:
+        """Drop dispatches that only write activations which nothing reads afterwards.
+
+        keep   activations that the host will read
+        """
+        needed = {t.root for t in keep}
+        for dispatches in reversed(list(self.sections.values())):
+            for d in reversed(dispatches[:]):
+                changed = [t.root for _, t in d.bound("writes", "adds")]
+                if any(t.kind != "activation" or t in needed for t in changed):
+                    needed |= {t.root for _, t in d.bound("reads")} | set(changed)
+                else:
+                    dispatches.remove(d)
+
+    # -- views of the whole ----------------------------------------------------------------
+
+    @property
+    def dispatches(self) -> list[Dispatch]:
+        return [d for section in self.sections.values() for d in section]
+
+    def memory(self, share: bool = True) -> Memory:
+        return Memory(self.dispatches, share)
+
+    def __str__(self) -> str:
+        lines = []
+        for section, dispatches in self.sections.items():
+            lines.append(f"{section}: {len(dispatches)} dispatches")
+            lines += [f"  {d}" for d in dispatches]
+        return "\n".join(lines)
+
+
+def _overlaps(span: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
+    return any(span[0] < stop and start < span[1] for start, stop in others)
+
+
+class Memory:
+    """Buffers for all tensors of a plan: {buffer name: bytes}, and which buffer a root is in.
+
+    Activations with disjoint lifetimes share a buffer; ones alive at the same time never do,
+    because WebGPU forbids binding one buffer read-only and read-write in a dispatch. Largest
+    first, each into the smallest buffer that is free over its lifetime ("greedy by size",
+    Pisarchyk & Lee 2020).
+    """
+
+    def __init__(self, dispatches: Sequence[Dispatch], share: bool = True) -> None:
+        self.buffers: dict[str, int] = {}
+        self.place: dict[Tensor, str] = {}
+        lives: dict[Tensor, tuple[int, int]] = {}
+        for i, d in enumerate(dispatches):
+            for tensor in d.tensors.values():
+                root = tensor.root
+                lives[root] = (lives.get(root, (i, i))[0], i)
+        slots: list[tuple[str, list[tuple[int, int]]]] = []
+        for root in sorted(lives, key=lambda t: -t.nbytes):
+            first, last = lives[root]
+            if root.kind != "activation" or not share:
+                self.place[root] = root.name
+                self.buffers[root.name] = round_up(root.nbytes, 256)
+                continue
+            for name, taken in reversed(slots):  # smallest first
+                if not _overlaps((first, last + 1), taken):
+                    break
+            else:
+                name, taken = f"activations.{len(slots)}", []
+                slots.append((name, taken))
+                self.buffers[name] = round_up(root.nbytes, 256)
+            taken.append((first, last + 1))
+            self.place[root] = name
+        self._kinds = {self.place[root]: root.kind for root in lives}
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes by what they hold: parameters, gradients, moments, activations, persistent."""
+        names = {"param": "parameters", "grad": "gradients", "moment": "moments"}
+        names |= {"activation": "activations", "persistent": "state"}
+        totals = dict.fromkeys(names.values(), 0)
+        for buffer, nbytes in self.buffers.items():
+            totals[names[self._kinds[buffer]]] += nbytes
+        return totals
+
+    @property
+    def total(self) -> int:
+        """Bytes of all buffers."""
+        return sum(self.buffers.values())
+
+    def require(self, budget: int | None) -> None:
+        """Raises DeviceError with the number of bytes missing where the budget does not hold."""
+        if budget is not None and self.total > budget:
+            kinds = ", ".join(f"{k} {n:,}" for k, n in self.by_kind().items())
+            raise DeviceError(
+                f"the plan needs {self.total:,} bytes ({kinds}), the memory budget is {budget:,}: "
+                f"{self.total - budget:,} bytes are missing. Use a smaller batch or sequence "
+                "length, or activation checkpointing."
+            )
+
+
+__all__ = ["BLOCK", "Dispatch", "Layout", "Memory", "Page", "ParamSpec", "Plan", "ceil_div"]
