@@ -49,7 +49,7 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane
     let own = lane % {{ channels }}u;
     let channel = wid.x * {{ channels }}u + own;
     let c = min(channel, d_inner - 1u);
-    let group = lane / {{ channels }}u * {{ quads }}u;
+    let group = {{ "lane / " ~ channels ~ "u * " ~ quads ~ "u" if groups > quads else "0u" }}; // uniform where it can be
     let D = AD[{{ 2 * groups }}u * d_inner + c].x;
     var dD = 0.0;
 $$ for q in range(quads)
@@ -60,8 +60,9 @@ $$ for q in range(quads)
 $$ endfor
     let first = wid.y * {{ per_segment }}u;
     let last = min(first + {{ per_segment }}u, chunks);
+    // Replayed twice: first for the states every {{ kept }} steps, then for those between, last first. They are
+    // kept in variables, since an array with a dynamic index would be put in memory.
     for (var k = last; k > first; k--) {
-        // The states at the start of every {{ kept }} steps, in registers: a local array would be memory.
         let chunk_t = (k - 1u) * {{ chunk }}u;
 $$ for q in range(quads)
         let start0_{{ q }} = chunk_states[((wid.z * chunks + k - 1u) * groups + group + {{ q }}u) * d_inner + c];
@@ -84,8 +85,8 @@ $$ for q in range(quads)
             h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * B_at(row{{ i }}, group + {{ q }}u);
 $$ endfor
 $$ endfor
-$$ for s in range(1, starts)
 $$ for q in range(quads)
+$$ for s in range(1, starts)
             if (s == {{ s }}u) { start{{ s }}_{{ q }} = h{{ q }}; }
 $$ endfor
 $$ endfor
@@ -103,6 +104,7 @@ $$ for i in range(kept)
             let row{{ i }} = row_at(wid.z, t + {{ i }}u);
             let u{{ i }} = u_at(row{{ i }}, t + {{ i }}u, channel);
             let delta{{ i }} = delta_at(row{{ i }}, t + {{ i }}u, channel);
+            let dy{{ i }} = dy_at(row{{ i }}, t + {{ i }}u, channel);
 $$ endfor
 $$ for i in range(kept)
 $$ for q in range(quads)
@@ -114,15 +116,14 @@ $$ endfor
 $$ for low in range(kept - span, -1, -span)
 $$ for i in range(low + span - 1, low - 1, -1)
             {
-                let dy = dy_at(row{{ i }}, t + {{ i }}u, channel);
                 var du = 0.0;
                 var ddelta = 0.0;
-                dD += dy * u{{ i }};
+                dD += dy{{ i }} * u{{ i }};
 $$ for q in range(quads)
                 {
                     let B = B_at(row{{ i }}, group + {{ q }}u);
                     let weight = input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }});
-                    let G = C_at(row{{ i }}, group + {{ q }}u) * dy + carried{{ q }};
+                    let G = C_at(row{{ i }}, group + {{ q }}u) * dy{{ i }} + carried{{ q }};
                     let P = G * kept{{ i }}_{{ q }};
                     carried{{ q }} = a{{ i }}_{{ q }} * G;
 $$ if discretization == "zoh"
@@ -137,7 +138,7 @@ $$ else
                     ddelta += dot(P, A{{ q }}) + u{{ i }} * GB;
 $$ endif
                     terms[({{ (i - low) * 2 }}u * groups + group + {{ q }}u) * {{ pitch }}u + own] = G * (weight * u{{ i }});
-                    terms[({{ (i - low) * 2 + 1 }}u * groups + group + {{ q }}u) * {{ pitch }}u + own] = dy * (kept{{ i }}_{{ q }} + weight * u{{ i }} * B);
+                    terms[({{ (i - low) * 2 + 1 }}u * groups + group + {{ q }}u) * {{ pitch }}u + own] = dy{{ i }} * (kept{{ i }}_{{ q }} + weight * u{{ i }} * B);
                 }
 $$ endfor
 $$ if lane_groups > 1
@@ -151,12 +152,23 @@ $$ endif
 $$ endfor
             workgroupBarrier();
 $$ if lane_groups > 1
-            for (var job = lane; job < {{ 2 * span * channels }}u; job += {{ workgroup }}u) {
-                let slot = job / {{ channels }}u;
-                var sum = 0.0;
-                for (var l = 0u; l < {{ lane_groups }}u; l++) { sum += products[slot * {{ workgroup }}u + l * {{ channels }}u + own]; }
-                finish(wid.z, t + {{ low }}u + slot % {{ span }}u, channel, slot / {{ span }}u, sum, D);
+$$ for j in range(ceil_div(2 * span, lane_groups))
+            {
+                let slot = lane / {{ channels }}u + {{ j * lane_groups }}u;
+                if (slot < {{ 2 * span }}u) {
+                    let at = slot * {{ workgroup }}u + own;
+                    var sum = products[at];
+$$ if lane_groups <= 16
+$$ for l in range(1, lane_groups)
+                    sum += products[at + {{ l * channels }}u];
+$$ endfor
+$$ else
+                    for (var l = 1u; l < {{ lane_groups }}u; l++) { sum += products[at + l * {{ channels }}u]; }
+$$ endif
+                    finish(wid.z, t + {{ low }}u + slot % {{ span }}u, channel, slot / {{ span }}u, sum, D);
+                }
             }
+$$ endfor
 $$ endif
 $$ if parts > 1
             if (lane < {{ rows * parts }}u) {

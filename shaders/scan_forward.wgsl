@@ -1,22 +1,21 @@
 // h = exp(delta A) h + weight u B; y = sum over states of C h + D u; g = y silu(z); chunk_states = h at each chunk's start
 {$ include "include/scan.wgsl" $}
 $$ set lane_groups = groups // quads
+$$ set turns = ceil_div(span, lane_groups)
+$$ set last_span = ceil_div(seqlen, chunk) * chunk - span
 
 $$ if lane_groups > 1
 // C h of each lane, [parity][step][lane group][channel]: two turns, so that one barrier a span is enough.
 var<workgroup> products: array<f32, {{ 2 * span * workgroup }}>;
 $$ endif
 
-fn finish(batch_index: u32, t: u32, channel: u32, states: f32, D: f32) {
+fn finish(batch_index: u32, t: u32, channel: u32, value: f32, z: f32) {
     if (t < seqlen && channel < d_inner) {
-        let row = batch_index * seqlen + t;
-        let value = states + D * u_delta[row * d_u_delta + channel];
-        let z = xz[row * d_xz + d_inner + channel];
-        let i = row * d_inner + channel;
+        let i = (batch_index * seqlen + t) * d_inner + channel;
+        let e = exp(-abs(z)); // never overflows
 $$ if "y" in bound
         y[i] = value;
 $$ endif
-        let e = exp(-abs(z)); // never overflows
         g[i] = value * z * select(e, 1.0, z >= 0.0) / (1.0 + e);
     }
 }
@@ -25,7 +24,7 @@ $$ endif
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane: u32) {
     let channel = wid.x * {{ channels }}u + lane % {{ channels }}u;
     let c = min(channel, d_inner - 1u);
-    let group = lane / {{ channels }}u * {{ quads }}u;
+    let group = {{ "lane / " ~ channels ~ "u * " ~ quads ~ "u" if groups > quads else "0u" }}; // uniform where it can be
     let D = AD[{{ 2 * groups }}u * d_inner + c].x;
     let first = wid.y * {{ per_segment }}u;
     let last = min(first + {{ per_segment }}u, {{ ceil_div(seqlen, chunk) }}u);
@@ -43,6 +42,11 @@ $$ endfor
 $$ if lane_groups > 1
     var turn = 0u;
 $$ endif
+    // A span's u and delta are loaded while the one before it is worked on.
+$$ for i in range(span)
+    var next_u{{ i }} = u_at(row_at(wid.z, first * {{ chunk }}u + {{ i }}u), first * {{ chunk }}u + {{ i }}u, channel);
+    var next_delta{{ i }} = delta_at(row_at(wid.z, first * {{ chunk }}u + {{ i }}u), first * {{ chunk }}u + {{ i }}u, channel);
+$$ endfor
     for (var k = first; k < last; k++) {
 $$ if "chunk_states" in bound
         if (channel < d_inner) {
@@ -53,11 +57,22 @@ $$ endfor
 $$ endif
         for (var t = k * {{ chunk }}u; t < (k + 1u) * {{ chunk }}u; t += {{ span }}u) {
 $$ for i in range(span)
-            let row{{ i }} = row_at(wid.z, t + {{ i }}u);
-            let u{{ i }} = u_at(row{{ i }}, t + {{ i }}u, channel);
-            let delta{{ i }} = delta_at(row{{ i }}, t + {{ i }}u, channel);
+            let u{{ i }} = next_u{{ i }};
+            let delta{{ i }} = next_delta{{ i }};
+$$ endfor
+            let next_t = min(t + {{ span }}u, {{ last_span }}u);
+$$ for i in range(span)
+            next_u{{ i }} = u_at(row_at(wid.z, next_t + {{ i }}u), next_t + {{ i }}u, channel);
+            next_delta{{ i }} = delta_at(row_at(wid.z, next_t + {{ i }}u), next_t + {{ i }}u, channel);
+$$ endfor
+$$ for j in range(turns)
+            let step{{ j }} = {{ "lane / " ~ channels ~ "u + " if lane_groups > 1 else "" }}{{ j * lane_groups }}u;
+            let out_row{{ j }} = row_at(wid.z, t + step{{ j }});
+            let z{{ j }} = z_at(out_row{{ j }}, t + step{{ j }}, channel);
+            let skip{{ j }} = D * u_at(out_row{{ j }}, t + step{{ j }}, channel);
 $$ endfor
 $$ for i in range(span)
+            let row{{ i }} = row_at(wid.z, t + {{ i }}u);
 $$ for q in range(quads)
             let a{{ i }}_{{ q }} = exp2(delta{{ i }} * rate{{ q }});
             h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * B_at(row{{ i }}, group + {{ q }}u);
@@ -66,18 +81,25 @@ $$ endfor
 $$ if lane_groups > 1
             products[(turn * {{ span }}u + {{ i }}u) * {{ workgroup }}u + lane] = y{{ i }};
 $$ else
-            finish(wid.z, t + {{ i }}u, channel, y{{ i }}, D);
+            finish(wid.z, t + {{ i }}u, channel, y{{ i }} + skip{{ i }}, z{{ i }});
 $$ endif
 $$ endfor
 $$ if lane_groups > 1
             workgroupBarrier();
-            for (var job = lane; job < {{ span * channels }}u; job += {{ workgroup }}u) {
-                let step = job / {{ channels }}u;
-                let from_lane = (turn * {{ span }}u + step) * {{ workgroup }}u + lane % {{ channels }}u;
-                var states = 0.0;
-                for (var l = 0u; l < {{ lane_groups }}u; l++) { states += products[from_lane + l * {{ channels }}u]; }
-                finish(wid.z, t + step, channel, states, D);
+$$ for j in range(turns)
+            if (step{{ j }} < {{ span }}u) {
+                let at = (turn * {{ span }}u + step{{ j }}) * {{ workgroup }}u + lane % {{ channels }}u;
+                var sum = products[at];
+$$ if lane_groups <= 16
+$$ for l in range(1, lane_groups)
+                sum += products[at + {{ l * channels }}u];
+$$ endfor
+$$ else
+                for (var l = 1u; l < {{ lane_groups }}u; l++) { sum += products[at + l * {{ channels }}u]; }
+$$ endif
+                finish(wid.z, t + step{{ j }}, channel, sum + skip{{ j }}, z{{ j }});
             }
+$$ endfor
             turn = 1u - turn;
 $$ endif
         }

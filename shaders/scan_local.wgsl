@@ -5,7 +5,7 @@
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane: u32) {
     let channel = wid.x * {{ channels }}u + lane % {{ channels }}u;
     let c = min(channel, d_inner - 1u);
-    let group = lane / {{ channels }}u * {{ quads }}u;
+    let group = {{ "lane / " ~ channels ~ "u * " ~ quads ~ "u" if groups > quads else "0u" }}; // uniform where it can be
 $$ for q in range(quads)
     let A{{ q }} = AD[(group + {{ q }}u) * d_inner + c];
     let rate{{ q }} = LOG2_E * A{{ q }};

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 import json
+import os
 import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from . import __version__, checkpoint
-from .config import MambaConfig, TrainConfig, load_toml
+from .config import NO_DECAY, MambaConfig, TrainConfig, check_keys, load_toml
 from .data import Dataset, Tokenizer, load_tokenizer
-from .device import Device, list_adapters, request_device
+from .device import Device, list_adapters, no_adapter, request_device
 from .doctor import diagnose
-from .errors import ConfigError, DeviceError, WgslTrainError
+from .errors import ConfigError, DataError, DeviceError, WgslTrainError
 from .kernel import Target
-from .model import Model, find_checkpoint, plan_step
+from .model import Model, StepPlan, find_checkpoint, plan_step
 from .models.mamba import parameters
 from .plan import Layout, Memory
-from .train import Trainer, evaluate
+from .train import Trainer, evaluate, saved_config
 
 app = typer.Typer(
     add_completion=False,
@@ -37,17 +40,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Train Mamba language models on any GPU, through WebGPU.",
+    epilog="Ends with 0 where all went well; 1: bad input, or a run that failed; 2: wrong usage; "
+    "3: no adapter that could do it; 128 + N: stopped by signal N.",
 )
-out = Console(highlight=False, soft_wrap=True)
-err = Console(highlight=False, soft_wrap=True, stderr=True)
+out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, stderr=True)
 
 # Sizes of the model that `train` makes where neither flag nor file says
 DEFAULT_MODEL = {"d_model": 128, "n_layer": 4}
+DEFAULT_EPOCHS = 1
 
-DataOption = Annotated[
-    list[str],
-    typer.Option("--data", help="Files, folders and glob patterns; several may follow."),
-]
+
+class Dtype(enum.StrEnum):
+    """Of raw token files."""
+
+    uint16 = "uint16"
+    uint32 = "uint32"
+
+
+_DATA_HELP = "Files, folders and glob patterns; several may follow."
+DataOption = Annotated[list[str], typer.Option("--data", help=_DATA_HELP)]
 DeviceOption = Annotated[
     str | None,
     typer.Option("--device", help="Adapter: index or part of its name, as `devices` lists them."),
@@ -59,61 +71,75 @@ AllowOption = Annotated[
     bool, typer.Option("--allow-cpu-adapter", help="No warning about an adapter on the CPU.")
 ]
 TokenizerOption = Annotated[
-    Path | None, typer.Option(help="A tokenizer.json; bytes by default.")
+    Path | None,
+    typer.Option(help="A tokenizer.json; by default the model's own, or bytes for a new model."),
 ]
-DtypeOption = Annotated[str, typer.Option(help="Of .bin token files: uint16 or uint32.")]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(help="Of the ids in .bin files. [default: uint16]")
+]
+
+
+# Options from configurations
 
 
 def _field_help(cls: type) -> dict[str, str]:
-    """The description of each field, from the class's docstring: "name    what it is"."""
+    """The description of each field, from the class's docstring: lines "name    what it is"."""
+    names = {f.name for f in fields(cls)}
     text: dict[str, str] = {}
-    names: list[str] = []
-    for line in inspect.getdoc(cls).splitlines() if inspect.getdoc(cls) else []:  # type: ignore[union-attr]
-        if start := re.match(r"([a-z0-9_*/, ]+?) {1,}(?=[^ ])(.*)", line):
-            head = [n.strip() for n in re.split(r"[,/]", start[1].split("  ")[0])]
-            if all(re.fullmatch(r"[a-z0-9_*]+", n) for n in head) and "  " in line + "  ":
-                names = head
-                for name in names:
-                    text[name] = line[len(line.split("  ")[0]) :].strip()
-                continue
-        if line.startswith("    ") and names:
-            for name in names:
-                text[name] += " " + line.strip()
+    name = None
+    for line in (inspect.getdoc(cls) or "").splitlines():
+        first, _, rest = line.partition(" ")
+        if first in names:
+            name = first
+            text[name] = rest.strip()
+        elif name and line.startswith("  "):
+            text[name] += " " + line.strip()
+        else:
+            name = None
     return text
 
 
-def _options(cls: type, skip: Sequence[str] = ()) -> list[inspect.Parameter]:
+_HELP_ENDS = {  # where a default is no plain value, or the option takes more than the field
+    "vocab_size": "[default: the tokenizer's]",
+    "epochs": f"[default: {DEFAULT_EPOCHS}, without --steps]",
+    "memory_budget": "A unit may follow, as in 8GiB.",
+    "no_decay": f"May be given again. [default: {' '.join(NO_DECAY)}]",
+}
+
+
+def _help(f: Field[Any], described: str) -> str:
+    """A field's help: its description as a sentence, and its default."""
+    default = DEFAULT_MODEL.get(f.name, f.default)
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    end = "" if default in (None, MISSING) else f"[default: {default}]"
+    return f"{described[0].upper()}{described[1:]}. {_HELP_ENDS.get(f.name, end)}".strip()
+
+
+def _option_type(f: Field[Any], hint: Any) -> Any:
+    if f.name in ("dt_rank", "memory_budget"):  # a number, or "auto"; a number with a unit
+        return str
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    if hint == tuple[str, ...]:
+        return list[str]
+    if hint in (bool, int, float):
+        return hint
+    return kinds[0] if len(kinds) == 1 and kinds[0] in (int, float, tuple[float, float]) else str
+
+
+def _options(cls: type) -> Iterator[inspect.Parameter]:
     """A command-line option for every field of a configuration; None where it is not given."""
     hints, described = get_type_hints(cls), _field_help(cls)
-    made = []
     for f in fields(cls):
-        if f.name in skip:
-            continue
-        kind = hints[f.name]
-        given = [a for a in get_args(kind) if a is not type(None)]
+        kind = _option_type(f, hints[f.name])
         flag = "--" + f.name.replace("_", "-")
         if kind is bool:
-            annotation: Any = bool | None
             flag = f"{flag}/--no-{flag[2:]}"
-        elif f.name == "no_decay":
-            annotation = list[str] | None
-        elif f.name == "a_log_clamp":
-            annotation = tuple[float, float] | None
-        elif kind in (int, float) or int in given:
-            annotation = (float if kind is float else str if "auto" in str(kind) else int) | None
-        else:
-            annotation = str | None
-        help_text = described.get(f.name, "")
-        option = typer.Option(flag, help=help_text, rich_help_panel=cls.__name__)
-        made.append(
-            inspect.Parameter(
-                f.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[annotation, option],
-            )
+        option = typer.Option(flag, help=_help(f, described[f.name]))
+        annotation: Any = Annotated[kind | None, option]
+        yield inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
-    return made
 
 
 def _with_options(*classes: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -130,14 +156,43 @@ def _with_options(*classes: type) -> Callable[[Callable[..., None]], Callable[..
     return decorate
 
 
-def _given(cls: type, given: dict[str, Any]) -> dict[str, Any]:
-    values = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
-    if str(values.get("dt_rank", "auto")) != "auto":
-        try:
-            values["dt_rank"] = int(values["dt_rank"])
-        except ValueError:
-            raise ConfigError(f"dt_rank is {values['dt_rank']!r}; allowed: an integer, or 'auto'") from None
+def _flags(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that the command line gives."""
+    values = {f.name: given[f.name] for f in fields(cls) if given[f.name] not in (None, [])}
+    if re.fullmatch(r"\d+", str(values.get("dt_rank"))):
+        values["dt_rank"] = int(values["dt_rank"])
     return values
+
+
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of which later ones replace earlier ones: steps replace epochs, and vice versa."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        if "steps" in layer or "epochs" in layer:
+            merged = {k: v for k, v in merged.items() if k not in ("steps", "epochs")}
+        merged |= layer
+    return merged
+
+
+def _train_config(*layers: Mapping[str, Any]) -> TrainConfig:
+    settings = _merged({"epochs": DEFAULT_EPOCHS}, *layers)
+    if isinstance(settings.get("memory_budget"), str):
+        settings["memory_budget"] = parse_bytes(settings["memory_budget"])
+    return TrainConfig.from_dict(settings)
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as "8GiB", "500 MB" or "1073741824", in bytes. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([kmgt])(i?))?b?", text.strip().lower())
+    if not match:
+        raise ConfigError(
+            f"memory_budget is {text!r}; allowed: bytes, or a number with a unit, such as 8GiB"
+        )
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " ")))
+
+
+# Commands
 
 
 def _open(device: str | None, require_gpu: bool, allow_cpu: bool) -> Device:
@@ -146,35 +201,50 @@ def _open(device: str | None, require_gpu: bool, allow_cpu: bool) -> Device:
     return opened
 
 
-def _gib(nbytes: int) -> str:
+def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 28 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _memory_line(memory: Memory) -> str:
-    kinds = ", ".join(f"{k} {_gib(n)}" for k, n in memory.by_kind().items() if n)
-    return f"{_gib(memory.total)} planned: {kinds}"
+    kinds = ", ".join(f"{k} {_size(n)}" for k, n in memory.by_kind().items() if n)
+    return f"{_size(memory.total)} planned: {kinds}"
 
 
 @app.command()
 @_with_options(MambaConfig, TrainConfig)
 def train(
-    data: DataOption,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help=f"{_DATA_HELP} Needed, unless [data] of --config has paths."),
+    ] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="The run's folder.")] = Path("run"),
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with tables [model], [train], [data].")
+        Path | None,
+        typer.Option(
+            help="A TOML file with tables [model] and [train], whose keys are the options below, "
+            "and [data], whose keys are paths, tokenizer and dtype. Options override it."
+        ),
     ] = None,
     from_pretrained: Annotated[
-        Path | None, typer.Option(help="Start from this model instead of a new one.")
+        Path | None,
+        typer.Option(help="Start from this model: a folder with config.json and weights."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with the run in --out, under its own settings by default."
+        ),
+    ] = False,
     stop_after: Annotated[
-        int | None, typer.Option(help="End after this step as an interrupt would; for tests.")
+        int | None,
+        typer.Option(min=1, help="End after this step as an interrupt would; for tests."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print plan, parameters, memory; train nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print plan, parameters and memory; train nothing."),
     ] = False,
     tokenizer: TokenizerOption = None,
-    dtype: DtypeOption = "uint16",
+    dtype: DtypeOption = None,
     device: DeviceOption = None,
     require_gpu: RequireOption = False,
     allow_cpu_adapter: AllowOption = False,
@@ -182,44 +252,40 @@ def train(
 ) -> None:
     """Train a model on text or token files.
 
-    Writes OUT/metrics.jsonl and OUT/checkpoint-N. Ctrl-C and SIGTERM save first.
+    Writes OUT/metrics.jsonl and OUT/checkpoint-N. Ctrl-C and SIGTERM save first; a second one
+    does not wait.
     """
-    tables = load_toml(config) if config else {"model": {}, "train": {}}
-    settings = {**tables["train"], **_given(TrainConfig, given)}
-    if "steps" not in settings and "epochs" not in settings:
-        settings["epochs"] = 1
-    train_config = TrainConfig.from_dict(settings)
-    model_flags = {**tables["model"], **_given(MambaConfig, given)}
+    if resume and from_pretrained:
+        raise typer.BadParameter("either --resume or --from-pretrained")
+    tables = load_toml(config) if config else {"model": {}, "train": {}, "data": {}}
     start = checkpoint.latest(out_dir) if resume else None
     if resume and start is None:
         raise ConfigError(f"{out_dir} has no whole checkpoint to resume from")
+    _check_free(out_dir, resume or dry_run)
+    before = {k: v for k, v in saved_config(start).items() if v is not None} if start else {}
+    train_config = _train_config(before, tables["train"], _flags(TrainConfig, given))
     source = start or (find_checkpoint(from_pretrained) if from_pretrained else None)
+    paths, tokenizer, kind = _data_settings(tables["data"], config, data, tokenizer, dtype)
     tokens = load_tokenizer(tokenizer or (source if source and _has_tokenizer(source) else None))
-    if source:
-        model_config = MambaConfig.from_hugging_face(checkpoint.read_json(source / "config.json"))
-        for name, value in model_flags.items():
-            if getattr(model_config, name) != MambaConfig.from_dict(
-                {**model_config.to_dict(), name: value}
-            ).__dict__[name]:
-                raise ConfigError(
-                    f"{name} is {value!r}, but {source} has {getattr(model_config, name)!r}"
-                )
-    else:
-        sizes = {"vocab_size": tokens.vocab_size, **DEFAULT_MODEL, **model_flags}
-        model_config = MambaConfig.from_dict(sizes)
-    dataset = Dataset.from_paths(data, tokens, dtype, model_config.vocab_size)  # type: ignore[arg-type]
+    sizes = {**tables["model"], **_flags(MambaConfig, given)}
+    model_config = _model_config(sizes, source, tokens)
+    dataset = Dataset.from_paths(paths, tokens, kind, model_config.vocab_size)
     training, held_out = dataset.split(train_config.eval_fraction)
     opened = _open(device, require_gpu, allow_cpu_adapter)
-    _describe(opened, model_config, train_config, training, held_out)
+    layout = Layout(parameters(model_config), opened.target)
+    layout.set_decay(train_config.decays)
+    planned = _plan(model_config, train_config, layout, opened.target)
+    memory = planned.plan.memory()
+    for line in _description(model_config, train_config, layout, memory, training, held_out):
+        err.print(line)
     if dry_run:
-        _print_plan(opened.target, model_config, train_config)
+        _print_plan(planned, layout, train_config)
+    memory.require(train_config.memory_budget)
+    if dry_run:
         return
     with checkpoint.lock(out_dir):
         checkpoint.clean(out_dir)
-        if not resume and checkpoint.checkpoints(out_dir):
-            raise ConfigError(
-                f"{out_dir} holds a run already: choose another --out, or go on with --resume"
-            )
+        _check_free(out_dir, resume)
         if source:
             model = Model.from_pretrained(source, opened)
         else:
@@ -228,8 +294,54 @@ def train(
         trainer = Trainer(model, train_config)
         if start:
             trainer.load(start)
-            err.print(f"resuming   {start} at step {trainer.progress.step}")
+            err.print(f"resuming   {start}")
         _run(trainer, training, held_out, out_dir, stop_after)
+
+
+def _check_free(out_dir: Path, resume: bool) -> None:
+    if not resume and checkpoint.checkpoints(out_dir):
+        raise ConfigError(
+            f"{out_dir} holds a run already: choose another --out, or go on with --resume"
+        )
+
+
+def _data_settings(
+    table: Mapping[str, Any],
+    config: Path | None,
+    data: list[str] | None,
+    tokenizer: Path | None,
+    dtype: Dtype | None,
+) -> tuple[list[str], Path | None, Any]:
+    """Paths, tokenizer and dtype: of the command line, else of the table [data]."""
+    check_keys(table, ["paths", "tokenizer", "dtype"], f"{config}: [data]")
+    paths = table.get("paths", [])
+    paths = [paths] if isinstance(paths, str) else paths
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"{config}: [data] paths is {paths!r}; allowed: a list of paths")
+    if not isinstance(table.get("tokenizer", ""), str):
+        raise ConfigError(f"{config}: [data] tokenizer is {table['tokenizer']!r}; allowed: a path")
+    if table.get("dtype", "uint16") not in list(Dtype):
+        allowed = " or ".join(map(repr, map(str, Dtype)))
+        raise ConfigError(f"{config}: [data] dtype is {table['dtype']!r}; allowed: {allowed}")
+    if not (data or paths):
+        raise typer.BadParameter("files to train on are needed", param_hint="--data")
+    if tokenizer is None and "tokenizer" in table:
+        tokenizer = Path(table["tokenizer"])
+    return data or paths, tokenizer, dtype.value if dtype else table.get("dtype", "uint16")
+
+
+def _model_config(
+    sizes: Mapping[str, Any], source: Path | None, tokenizer: Tokenizer
+) -> MambaConfig:
+    """Of the source, where there is one, which the given sizes must not contradict."""
+    if source is None:
+        return MambaConfig.from_dict({"vocab_size": tokenizer.vocab_size, **DEFAULT_MODEL, **sizes})
+    found = MambaConfig.from_hugging_face(checkpoint.read_json(source / checkpoint.CONFIG))
+    for name, value in sizes.items():
+        wanted = MambaConfig.from_dict({**found.to_dict(), name: value})
+        if getattr(wanted, name) != getattr(found, name):
+            raise ConfigError(f"{name} is {value!r}, but {source} has {getattr(found, name)!r}")
+    return found
 
 
 def _has_tokenizer(source: Path) -> bool:
@@ -237,39 +349,43 @@ def _has_tokenizer(source: Path) -> bool:
     return any((folder / n).exists() for folder in (source, source.parent) for n in names)
 
 
-def _describe(
-    device: Device, model: MambaConfig, config: TrainConfig, data: Dataset, held_out: Dataset | None
-) -> None:
-    layout = Layout(parameters(model), device.target)
-    planned = plan_step(
-        model, layout, device.target, config.batch_size, config.seq_len, update=True,
+def _plan(model: MambaConfig, config: TrainConfig, layout: Layout, target: Target) -> StepPlan:
+    return plan_step(
+        model,
+        layout,
+        target,
+        config.batch_size,
+        config.seq_len,
+        update=True,
         activation_checkpointing=config.activation_checkpointing,
-    )  # fmt: skip
-    memory = planned.plan.memory()
-    memory.require(config.memory_budget)
-    batches = data.n_batches(config.batch_size, config.seq_len)
-    err.print(
-        f"model      {layout.n_params:,} parameters: d_model {model.d_model}, {model.n_layer} layers, "
-        f"vocabulary {model.vocab_size}, {model.discretization}"
     )
-    err.print("precision  f32")
-    err.print(
+
+
+def _description(
+    model: MambaConfig,
+    config: TrainConfig,
+    layout: Layout,
+    memory: Memory,
+    data: Dataset,
+    held_out: Dataset | None,
+) -> Iterator[str]:
+    yield (
+        f"model      {layout.n_params:,} parameters: d_model {model.d_model}, {model.n_layer} "
+        f"layers, vocabulary {model.vocab_size}, {model.discretization}"
+    )
+    yield "precision  f32"
+    steps = config.total_steps(data.n_batches(config.batch_size, config.seq_len))
+    yield (
         f"data       {len(data):,} tokens"
         + (f", {len(held_out):,} held out" if held_out else "")
-        + f"; {config.total_steps(batches):,} steps of "
-        f"{config.batch_size * config.gradient_accumulation} x {config.seq_len} tokens"
+        + f"; {steps:,} steps of {config.batch_size * config.gradient_accumulation} x "
+        f"{config.seq_len} tokens"
     )
-    err.print(f"memory     {_memory_line(memory)}")
+    yield f"memory     {_memory_line(memory)}"
 
 
-def _print_plan(target: Target, model: MambaConfig, config: TrainConfig) -> None:
-    layout = Layout(parameters(model), target)
-    layout.set_decay(config.decays)
-    planned = plan_step(
-        model, layout, target, config.batch_size, config.seq_len, update=True,
-        activation_checkpointing=config.activation_checkpointing,
-    )  # fmt: skip
-    out.print(str(planned.plan), markup=False)
+def _print_plan(planned: StepPlan, layout: Layout, config: TrainConfig) -> None:
+    out.print(str(planned.plan))
     flops = sum(d.flops for d in planned.plan.dispatches)
     out.print(f"{len(planned.plan.dispatches)} dispatches, {flops / 1e9:.3f} GFLOP a micro-batch")
     for decays in (True, False):
@@ -277,7 +393,23 @@ def _print_plan(target: Target, model: MambaConfig, config: TrainConfig) -> None
         rate = config.weight_decay if decays else 0.0
         out.print(f"\nweight decay {rate}: {len(group)} parameters")
         for spec in group:
-            out.print(f"  {spec.name} {spec.shape}", markup=False)
+            out.print(f"  {spec.name} {spec.shape}")
+    out.print(f"\nmemory: {_memory_line(planned.plan.memory())}")
+
+
+@contextlib.contextmanager
+def _signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have SIGINT and SIGTERM call `handle`."""
+    old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
@@ -287,62 +419,77 @@ def _interrupts() -> Iterator[list[int]]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if caught:
-            raise SystemExit(128 + number)
+            _end(number, frame)
         caught.append(number)
-        err.print("stopping after this step; the checkpoint is saved first")
+        # not by `err`: what it writes may be half-written just now
+        os.write(2, b"\nstopping after this step; the checkpoint is saved first\n")
 
-    old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _signals(handle):
         yield caught
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+
+
+class _Display:
+    """How a run's records are shown: a bar on a terminal, a line every `log_every` steps else."""
+
+    def __init__(self, trainer: Trainer, total: int) -> None:
+        self._trainer, self._total = trainer, total
+        self._first = trainer.progress.step
+        self._tokens = trainer.progress.tokens
+        self._shown = -1
+        self.bar = Progress(
+            TextColumn("step {task.completed}/{task.total}  {task.fields[numbers]}", markup=False),
+            BarColumn(),
+            console=err,
+            disable=not err.is_terminal,
+        )
+        self._task = self.bar.add_task("train", total=total, completed=self._first, numbers="")
+
+    def show(self, record: dict[str, Any]) -> None:
+        step = record["step"]
+        if "eval_loss" in record:
+            err.print(
+                "step {step}: eval loss {eval_loss:.4f}, perplexity {perplexity:.3f}, "
+                "{bits_per_token:.3f} bits a token".format(**record)
+            )
+            return
+        numbers = (
+            "loss {loss:.4f}  lr {lr:.1e}  norm {grad_norm:.3g}  {tokens_per_s:,.0f} tokens/s"
+        ).format(**record)
+        if step > self._first + 1:  # the first step's speed tells nothing
+            numbers += f"  left {self._left(record)}"
+        numbers += "  SKIPPED" * record["skipped"]
+        self.bar.update(self._task, completed=step, numbers=numbers)
+        group = step // self._trainer.config.log_every
+        if not err.is_terminal and (group != self._shown or step == self._total):
+            self._shown = group
+            err.print(f"step {step}/{self._total}  {numbers}")
+
+    def _left(self, record: dict[str, Any]) -> str:
+        """Time to the run's end at today's speed, evaluations and checkpoints aside."""
+        progress = self._trainer.progress
+        a_step = (progress.tokens - self._tokens) / (progress.step - self._first)
+        seconds = (self._total - record["step"]) * a_step / max(record["tokens_per_s"], 1e-9)
+        return str(timedelta(seconds=round(seconds)))
 
 
 def _run(
     trainer: Trainer, data: Dataset, held_out: Dataset | None, out_dir: Path, stop_after: int | None
 ) -> None:
-    total = trainer.total_steps(data)
-    bar = Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-        console=err,
-        disable=not err.is_terminal,
-    )
-    task = bar.add_task("train", total=total, completed=trainer.progress.step, numbers="")
-    latest: dict[str, Any] = {}
-
-    def log(record: dict[str, Any]) -> None:
-        if "eval_loss" in record:
-            line = "step {step}: eval loss {eval_loss:.4f}, perplexity {perplexity:.3f}, {bits_per_token:.3f} bits a token"
-            err.print(line.format(**record))
-            return
-        numbers = "loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s".format(**record)
-        bar.update(task, completed=record["step"], numbers=numbers)
-        latest.update(record, text=numbers)
-
-    shown = -1
-
-    def on_log(record: dict[str, Any]) -> None:
-        nonlocal shown
-        log(record)
-        step = record["step"]
-        if not err.is_terminal and "loss" in record and step // trainer.config.log_every != shown:
-            shown = step // trainer.config.log_every
-            err.print(f"step {step}/{total}  {latest['text']}")
-
-    with _interrupts() as caught, bar:
-        trainer.fit(
-            data,
-            eval_dataset=held_out,
-            out=out_dir,
-            on_log=on_log,
-            should_stop=lambda: bool(caught) or trainer.progress.step == stop_after,
-        )
-    err.print(f"saved      {out_dir}/checkpoint-{trainer.progress.step}")
+    total, first = trainer.total_steps(data), trainer.progress.step
+    if first >= total or (stop_after and first >= stop_after):
+        err.print(f"nothing to do: step {first} of {total} is reached")
+        return
+    display = _Display(trainer, total)
+    with _interrupts() as caught:
+        with display.bar:
+            trainer.fit(
+                data,
+                eval_dataset=held_out,
+                out=out_dir,
+                on_log=display.show,
+                should_stop=lambda: bool(caught) or trainer.progress.step == stop_after,
+            )
+        err.print(f"saved      {out_dir}/checkpoint-{trainer.progress.step}")
     if caught:
         raise SystemExit(128 + caught[0])
 
@@ -351,34 +498,37 @@ def _run(
 def evaluate_command(
     model: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
     data: DataOption,
-    batch_size: Annotated[int, typer.Option(min=1)] = 8,
-    seq_len: Annotated[int, typer.Option(min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 8,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 256,
     tokenizer: TokenizerOption = None,
-    dtype: DtypeOption = "uint16",
+    dtype: DtypeOption = None,
     device: DeviceOption = None,
     require_gpu: RequireOption = False,
     allow_cpu_adapter: AllowOption = False,
 ) -> None:
     """Loss, perplexity and bits a token of a model on text or token files. Prints JSON."""
     source = find_checkpoint(model)
-    loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     tokens = load_tokenizer(tokenizer or source)
-    dataset = Dataset.from_paths(data, tokens, dtype, loaded.config.vocab_size)  # type: ignore[arg-type]
-    result = evaluate(loaded, dataset, batch_size, seq_len)
-    record = result.record(0)
-    del record["step"]
-    out.print(json.dumps(record), markup=False)
+    vocab_size = _model_config({}, source, tokens).vocab_size
+    kind: Any = (dtype or Dtype.uint16).value
+    dataset = Dataset.from_paths(data, tokens, kind, vocab_size)
+    loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
+    out.print(json.dumps(evaluate(loaded, dataset, batch_size, seq_len).record()))
 
 
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(min=0)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 50,
-    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 0.9,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to add, at most.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="Of the sampling; 0 takes the likeliest token.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample of so many likeliest tokens; 0: of all.")] = 50,
+    top_p: Annotated[
+        float, typer.Option(help="Sample of the likeliest with this probability; 1: of all.")
+    ] = 0.9,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     tokenizer: TokenizerOption = None,
     device: DeviceOption = None,
     require_gpu: RequireOption = False,
@@ -387,8 +537,12 @@ def generate(
     """Continue a text."""
     source = find_checkpoint(model)
     tokens = load_tokenizer(tokenizer or source)
+    text = _standard_input() if prompt == "-" else prompt
+    if not text:
+        raise DataError("the prompt is empty: one token at least is needed to start from")
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # the terminal may not know every character
     sys.stdout.write(text)
     stream = loaded.stream(
         tokens.encode(text),
@@ -403,6 +557,13 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input: byte {error.start} is not UTF-8 text") from None
 
 
 def _pieces(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:
@@ -422,15 +583,15 @@ def devices() -> None:
     """List the adapters of this machine."""
     rows = list_adapters()
     if not rows:
-        raise DeviceError("no adapter; `wgsl-train doctor` says what to install")
+        raise DeviceError(no_adapter())
     for row in rows:
-        out.print(str(row), markup=False)
+        out.print(str(row))
 
 
 @app.command()
 def doctor(device: DeviceOption = None) -> None:
     """Check adapter, driver, limits and features, and a few kernels against known values."""
-    sound = diagnose(device, lambda line: out.print(line, markup=False))
+    sound = diagnose(device, out.print)
     if not sound:
         raise SystemExit(3)
 
@@ -453,13 +614,13 @@ def _root(
 def _spread_data(args: Sequence[str]) -> list[str]:
     """`--data A B C` as `--data A --data B --data C`."""
     spread: list[str] = []
-    values = -1
+    values: int | None = None  # of --data, so far; None behind another option
     for arg in args:
-        if arg == "--data":
-            values = 0
+        if arg == "--data" or arg.startswith("--data="):
+            values = int(arg != "--data")
         elif arg.startswith("-") and len(arg) > 1:
-            values = -1
-        elif values >= 0:
+            values = None
+        elif values is not None:
             if values:
                 spread.append("--data")
             values += 1
@@ -470,18 +631,24 @@ def _spread_data(args: Sequence[str]) -> list[str]:
 def main() -> None:
     """Run the command line; an error becomes one message and a non-zero exit code.
 
-    1: bad input or a failed run; 2: wrong usage; 3: no usable adapter; 128 + N: signal N.
+    1: bad input or a failed run; 2: wrong usage; 3: no adapter, or none that can do it;
+    128 + N: signal N.
     """
-    warnings.showwarning = lambda message, *rest: err.print(f"warning: {message}", markup=False)
+
+    def warn(message: Warning | str, *rest: Any, **more: Any) -> None:
+        err.print(f"warning: {message}")
+
+    warnings.showwarning = warn
     try:
-        app(_spread_data(sys.argv[1:]), prog_name="wgsl-train")
+        with _signals(_end):
+            app(_spread_data(sys.argv[1:]), prog_name="wgsl-train")
     except WgslTrainError as error:
-        err.print(f"error: {error}", markup=False)
+        err.print(f"error: {error}")
         raise SystemExit(3 if isinstance(error, DeviceError) else 1) from None
-    except BrokenPipeError:
-        raise SystemExit(141) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        err.print(f"error: {where}{error.strerror or error}")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -156,11 +156,17 @@ def check_keys(given: Iterable[str], valid: Iterable[str], where: str) -> None:
 class MambaConfig(_Checked):
     """A Mamba language model: its sizes, its variant, and how it is initialised.
 
-    The defaults describe the official model, as Hugging Face's MambaForCausalLM computes it; see
-    the module's glossary for the sizes. Raises ConfigError naming field, value and allowed range.
+    The defaults describe the official model, as Hugging Face's MambaForCausalLM computes it; the
+    module's glossary has the names. Raises ConfigError naming field, value and allowed range.
 
-    dt_rank                  "auto", the default, becomes ceil(d_model / 16)
-    discretization           "euler" or "zoh"
+    vocab_size               number of distinct tokens
+    d_model                  width of the residual stream
+    n_layer                  number of Mamba blocks
+    d_state                  state size of each channel
+    d_conv                   taps of the causal convolution
+    expand                   channels of convolution and scan, in units of d_model
+    dt_rank                  rank of the projection that makes delta; "auto" is ceil(d_model / 16)
+    discretization           "euler", as the official kernels, or "zoh", zero-order hold
     use_conv_bias            whether conv1d has a bias
     use_bias                 whether in_proj and out_proj have one
     x_proj_bias              whether x_proj has one
@@ -169,13 +175,17 @@ class MambaConfig(_Checked):
     norm_eps                 added to the mean square in every RMSNorm
     a_log_clamp              (low, high): A = -exp(clamp(A_log)), with no gradient outside
     pad_vocab_size_multiple  the table has vocab_size rounded up to a multiple of this
-    init                     "official" or "memory_engine": the distributions of the first weights
+    init                     "official" or "memory_engine": distributions of the first weights
     initializer_range        official init: standard deviation of the embeddings
-    rescale_prenorm_residual official init: out_proj divided by sqrt(n_layer)
-    time_step_*              official init: delta starts log-uniform in [min, max], at least floor;
-                             scale multiplies the range of dt_proj's weight
+    rescale_prenorm_residual official init: whether out_proj is divided by sqrt(n_layer)
+    time_step_min            official init: delta starts log-uniform, from this on
+    time_step_max            official init: up to this
+    time_step_floor          official init: and no smaller than this
+    time_step_scale          official init: factor of the range of dt_proj's weight
     residual_in_fp32         kept for other programs; residuals are in float32 here always
-    bos/eos/pad_token_id     kept for tokenizers; eos ends generation
+    bos_token_id             kept for tokenizers
+    eos_token_id             ends generation
+    pad_token_id             kept for tokenizers
     """
 
     vocab_size: int = _rule(MISSING, 1, 1 << 20)
@@ -446,23 +456,29 @@ class TrainConfig(_Checked):
     A step is an optimizer step: `gradient_accumulation` batches, or fewer at an epoch's end.
 
     lr                       peak learning rate; every step moves a weight by about this much
-    schedule                 after the warm-up: "constant", "linear" or "cosine" down to min_lr
+    schedule                 after the warm-up: "constant", or "linear" or "cosine" down to min_lr
     warmup_steps             steps in which the rate rises from 0 to lr
-    beta1, beta2, eps        AdamW's
-    weight_decay             decoupled: weights shrink by lr * weight_decay a step, ...
-    no_decay                 ... except those whose name matches one of these patterns
+    min_lr                   rate at the end of the schedule
+    beta1                    AdamW's average of the gradient: share of the old in it
+    beta2                    AdamW's average of the squared gradient: share of the old in it
+    eps                      added to AdamW's denominator
+    weight_decay             decoupled: weights shrink by lr * weight_decay a step
+    no_decay                 weights whose name matches such a pattern do not decay
     max_grad_norm            gradients are scaled down to this global L2 norm; 0: never
     max_delta                bound on one step's change of one weight, decay aside; 0: none
-    steps, epochs            how long `fit` trains: one of the two
-    batch_size, seq_len      sequences in a batch, tokens in a sequence
+    steps                    optimizer steps of the whole run; or epochs
+    epochs                   passes over the data; or steps
+    batch_size               sequences in a batch
+    seq_len                  tokens in a sequence
     gradient_accumulation    batches whose tokens are averaged in one step
     seed                     of the data's order and of new weights
     eval_fraction            part of the tokens, at the end, that is held out
-    eval_every, save_every   steps between evaluations and checkpoints; 0: only at the end
-    log_every                steps between logged lines
+    eval_every               steps between evaluations; 0: only at the end
+    save_every               steps between checkpoints; 0: only at the end
+    log_every                steps between lines of the log; metrics.jsonl has every step
     keep_checkpoints         how many of the newest are kept
     activation_checkpointing recompute each layer in the backward pass: less memory, more time
-    memory_budget            bytes of GPU memory that the plan may take; None: no bound
+    memory_budget            bytes of GPU memory that the plan may take; by default no bound
     max_skips                non-finite steps in a row after which training stops
     """
 

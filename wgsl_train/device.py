@@ -36,7 +36,7 @@ _LIMITS = {
 _KINDS = {"CPU": "cpu", "DiscreteGPU": "discrete", "IntegratedGPU": "integrated"}
 _PREFERENCE = ["DiscreteGPU", "IntegratedGPU", "Unknown", "CPU"]
 
-NO_ADAPTER = """\
+_NO_ADAPTER = """\
 no WebGPU adapter was found. What to install:
   Linux    the graphics driver of your GPU with its Vulkan part; or, to run on the CPU,
            `apt-get install mesa-vulkan-drivers libvulkan1` (lavapipe)
@@ -97,8 +97,18 @@ class Device:
         return str(self.info).split(": ", 1)[1]
 
 
+def no_adapter() -> str:
+    """What to say, and to install, where there is none."""
+    found = [name for name in os.environ if name.startswith("VK_")]
+    hint = f"\nset in the environment, and read by Vulkan: {', '.join(found)}" if found else ""
+    return _NO_ADAPTER + hint
+
+
 def list_adapters() -> list[AdapterInfo]:
-    """All adapters, real GPUs first. One driver seen through several backends is listed once."""
+    """All adapters, real GPUs first. One driver seen through several backends is listed once.
+
+    OpenGL on a CPU is left out: it knows less than the Vulkan of the same driver.
+    """
     rows: list[AdapterInfo] = []
     adapters = wgpu.gpu.enumerate_adapters_sync()
     order = {"Vulkan": 0, "Metal": 0, "D3D12": 1, "OpenGL": 2}
@@ -113,6 +123,8 @@ def list_adapters() -> list[AdapterInfo]:
     backends: dict[str, str] = {}
     for adapter in adapters:
         info = adapter.info
+        if (info["adapter_type"], info["backend_type"]) == ("CPU", "OpenGL"):
+            continue
         name = info["device"] or info["description"] or "unnamed adapter"
         if backends.setdefault(name, info["backend_type"]) != info["backend_type"]:
             continue
@@ -172,9 +184,7 @@ def request_device(
     with _quiet_stderr():
         rows = list_adapters()
     if not rows:
-        set_variables = [k for k in os.environ if k.startswith("VK_")]
-        hint = f"\nset in the environment: {', '.join(set_variables)}" if set_variables else ""
-        raise DeviceError(NO_ADAPTER + hint)
+        raise DeviceError(no_adapter())
     info = _choose(rows, selector)
     if info.kind == "CPU":
         if require_gpu:
@@ -200,7 +210,7 @@ def request_device(
         kind=kind or _KINDS.get(info.kind, "portable"),  # type: ignore[arg-type]
         features=frozenset(features),
         lanes=_lanes(info) if "subgroup" in features else 1,
-        **granted,
+        **granted,  # type: ignore[arg-type]
     )
     return Device(info, device, target)
 

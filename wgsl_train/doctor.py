@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .config import MambaConfig, TrainConfig
-from .device import NO_ADAPTER, Device, list_adapters, request_device
+from .device import Device, list_adapters, no_adapter, request_device
 from .encoder import Buffers, Encoder
 from .errors import WgslTrainError
 from .kernel import PORTABLE, Kernel, Target
@@ -38,7 +38,7 @@ def diagnose(selector: str | None, say: Callable[[str], None]) -> bool:
     say(", ".join(f"{name} {version}" for name, version in versions.items()))
     rows = list_adapters()
     if not rows:
-        say(NO_ADAPTER)
+        say(f"\n{no_adapter()}")
         return False
     say("\nadapters")
     for row in rows:
@@ -64,7 +64,9 @@ def diagnose(selector: str | None, say: Callable[[str], None]) -> bool:
             got, want = test(device)
             error = float(np.abs(np.asarray(got, np.float64) - want).max())
             good = bool(error <= 2e-5)
-            verdict = "right" if good else f"WRONG: {np.asarray(got).tolist()}, must be {want.tolist()}"
+            verdict = (
+                "right" if good else f"WRONG: {np.asarray(got).tolist()}, must be {want.tolist()}"
+            )
         except WgslTrainError as failure:
             good, verdict = False, f"FAILED: {failure}"
         sound &= good
@@ -76,7 +78,9 @@ def diagnose(selector: str | None, say: Callable[[str], None]) -> bool:
     return sound
 
 
-def _dispatch(device: Device, kernel: Kernel, out: str, given: dict[str, Any], **options: Any) -> Array:
+def _dispatch(
+    device: Device, kernel: Kernel, out: str, given: dict[str, Any], **options: Any
+) -> Array:
     """One dispatch on given arrays; a shape instead of an array is for a result."""
     plan = Plan(Layout([], device.target), device.target)
     tensors = {
@@ -114,9 +118,16 @@ def _rms_norm(device: Device) -> tuple[Array, Array]:
 def _cross_entropy(device: Device) -> tuple[Array, Array]:
     plan = Plan(Layout([], device.target), device.target)
     targets = plan.persistent("doctor.targets", (1,), "u32")
-    scale, logits, loss = (plan.persistent(f"doctor.{n}", s) for n, s in (("scale", (1,)), ("logits", (1, 4)), ("loss", (1,))))
+    scale, logits, loss = (
+        plan.persistent(f"doctor.{n}", s)
+        for n, s in (("scale", (1,)), ("logits", (1, 4)), ("loss", (1,)))
+    )
     plan.dispatch(
-        cross_entropy.CROSS_ENTROPY, targets=targets, batch_scale=scale, logits=logits, row_loss=loss
+        cross_entropy.CROSS_ENTROPY,
+        targets=targets,
+        batch_scale=scale,
+        logits=logits,
+        row_loss=loss,
     )
     encoder = Encoder(Buffers(device), plan)
     encoder.write(scale, np.ones(1))
@@ -130,8 +141,10 @@ def _scan(device: Device) -> tuple[Array, Array]:
     """A scan of ones with decay one half: y[t] = ln 2 * (2 - 2^-t)."""
     plan = Plan(Layout([], device.target), device.target, training=False)
     shapes = {"u_delta": (1, 5, 2), "x_dbl": (1, 5, 3), "xz": (1, 5, 2), "A_log": (1, 1), "D": (1,)}
-    t = {n: plan.persistent(f"doctor.{n}", s) for n, s in shapes.items()}
-    g = selective_scan.selective_scan(plan, **t, dt_rank=1, d_state=1)
+    t = {name: plan.persistent(f"doctor.{name}", shape) for name, shape in shapes.items()}
+    g = selective_scan.selective_scan(
+        plan, t["u_delta"], t["x_dbl"], t["xz"], t["A_log"], t["D"], dt_rank=1, d_state=1
+    )
     encoder = Encoder(Buffers(device), plan)
     encoder.write(t["u_delta"], np.array([[[1, np.log(2)]] * 5]))
     encoder.write(t["x_dbl"], np.ones((1, 5, 3)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,43 +19,61 @@ import numpy as np
 from . import checkpoint
 from .config import TrainConfig
 from .data import IGNORED, Batch, Dataset, Prefetcher
-from .errors import CheckpointError, TrainingError
-from .model import Model, find_checkpoint
-from .ops.optimizer import LOG, HYPER, SCHEDULES, STATE
+from .errors import CheckpointError, ConfigError, DataError, TrainingError
+from .model import Model, find_checkpoint, plan_step
+from .ops.optimizer import HYPER, LOG, SCHEDULES, STATE, Optimizer
 
 Array = np.ndarray[Any, Any]
 
 TRAINER_STATE = "trainer_state.json"
 MOMENTS = "optimizer.safetensors"
-_CAPACITY = 1024  # steps whose loss and norm the GPU keeps until somebody looks
+METRICS = "metrics.jsonl"
+_AHEAD = 64  # steps given to the GPU before one waits for it; its log holds more
+# What decides which tokens the batch of a given number holds
+_POSITION = ("seed", "batch_size", "seq_len", "gradient_accumulation")
 
 
-@dataclass
+@dataclass(eq=False)
 class StepResult:
-    """One optimizer step. Its numbers are fetched from the GPU when one is first read."""
+    """One optimizer step. Its numbers are fetched from the GPU when one is first read.
+
+    step   its number, counted from 1, as in metrics.jsonl and the names of checkpoints
+    """
 
     step: int
-    _trainer: Trainer = field(repr=False)
+    _fetch: Callable[[], None] = field(repr=False)
+    _row: dict[str, float] | None = field(default=None, repr=False)
+
+    def _number(self, name: str) -> float:
+        if self._row is None:
+            self._fetch()
+        assert self._row is not None
+        return self._row[name]
 
     @property
     def loss(self) -> float:
         """Mean loss in nats over the step's counted targets, before the update."""
-        return self._trainer._logged(self.step)["loss"]
+        return self._number("loss")
 
     @property
     def grad_norm(self) -> float:
         """Global L2 norm of the gradient before clipping."""
-        return self._trainer._logged(self.step)["grad_norm"]
+        return self._number("grad_norm")
 
     @property
     def lr(self) -> float:
         """Learning rate of this step."""
-        return self._trainer._logged(self.step)["lr"]
+        return self._number("lr")
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradient was not finite, so that nothing moved."""
-        return bool(self._trainer._logged(self.step)["skipped"])
+        """Whether nothing moved: the gradient was not finite, or no target counted."""
+        return bool(self._number("skipped"))
+
+    def record(self) -> dict[str, Any]:
+        """What metrics.jsonl says of this step."""
+        numbers = {name: self._number(name) for name in LOG}
+        return {"step": self.step, **numbers, "skipped": self.skipped}
 
 
 @dataclass
@@ -71,9 +91,9 @@ class Evaluation:
     def bits_per_token(self) -> float:
         return self.loss / math.log(2)
 
-    def record(self, step: int) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
+        """What metrics.jsonl says of it, beside the step."""
         return {
-            "step": step,
             "eval_loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_token": self.bits_per_token,
@@ -85,15 +105,18 @@ class Evaluation:
 class Progress:
     """Where a run stands: what a checkpoint must hold besides weights and moments.
 
-    step    optimizer steps called for, skipped ones included
-    epoch   passes over the data begun, from 0
-    batch   micro-batches of this epoch already used
+    step          optimizer steps called for, skipped ones included
+    epoch         passes over the data begun, from 0
+    batch         micro-batches of this epoch already used
+    tokens        read so far
+    data_tokens   of the whole data; 0 before `fit`
     """
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
     tokens: int = 0
+    data_tokens: int = 0
 
 
 class Trainer:
@@ -101,42 +124,54 @@ class Trainer:
 
     Parameters
     ----------
-    model    whose parameters are updated in place
+    model    whose parameters are updated in place; moments and counters start anew, so that a
+             model has one trainer at a time
     config   how
 
-    A step reads nothing back: losses and norms of the last 1,024 steps stay on the GPU until a
-    result is looked at, or `fit` logs.
+    A step reads nothing back: its loss and norm stay on the GPU until a result is looked at,
+    `fit` logs, or 64 steps have piled up.
     """
 
     def __init__(self, model: Model, config: TrainConfig) -> None:
         self.model, self.config = model, config
         self.progress = Progress()
-        self._records: dict[int, dict[str, float]] = {}
-        self._fetched = 0  # steps already fetched
-        self._first_call = 0  # step at which the GPU's call counter was zero
-        self._hyper_for: int | None = None
-        self._optimizer: Any = None
+        self._calls = 0  # of the GPU's optimizer: a step without targets is none
+        self._pending: dict[int, StepResult] = {}  # by call: not fetched yet
+        self._skips = 0  # in a row, as far as they are fetched
         self._warned = False
+        self._hyper_for: int | None = None
         model.layout.set_decay(config.decays)
 
     # -- steps ---------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _optimizer(self) -> Optimizer:
+        """The optimizer's tensors. An earlier trainer of this model may have filled them."""
+        model, layout, buffers = self.model, self.model.layout, self.model.buffers
+        planned = plan_step(model.config, layout, model.device.target, 1, 1, update=True)
+        assert planned.optimizer is not None
+        moments = [t for page in layout.trained_pages for t in (page.m, page.v)]
+        buffers.clear(planned.optimizer.state, *moments)
+        for tensor, values in planned.plan.constants.items():
+            buffers.write(tensor, np.array(values, np.uint32))
+        return planned.optimizer
+
     def _encoder(self, batch: int, seqlen: int) -> Any:
-        step = self.model.step_encoder(
+        return self.model.step_encoder(
             batch,
             seqlen,
             update=True,
             activation_checkpointing=self.config.activation_checkpointing,
             memory_budget=self.config.memory_budget,
         )
-        self._optimizer = step.tensors.optimizer
-        return step
 
     def _write_hyper(self, total_steps: int) -> None:
         """Write the constants of the run to the GPU, once."""
         if self._hyper_for == total_steps:
             return
         c = self.config
+        if not total_steps and c.schedule != "constant":
+            raise ConfigError(f"TrainConfig.schedule is {c.schedule!r}: steps must say until when")
         values = {
             "lr": c.lr,
             "min_lr": c.min_lr,
@@ -169,76 +204,71 @@ class Trainer:
     def step_batches(self, batches: Sequence[Batch], total_steps: int | None = None) -> StepResult:
         """One optimizer step on several micro-batches, weighted by their tokens.
 
+        total_steps   at which the schedule ends; by default the configuration's steps
+
         A step whose targets are all ignored changes nothing, and warns.
         """
-        count = sum(b.n_targets for b in batches)
-        if count == 0:
-            warnings.warn("all targets of a step are ignored: nothing is learnt from it", stacklevel=2)
+        if not batches:
+            raise DataError("a step needs at least one batch")
+        if len(self._pending) >= _AHEAD:
+            self._fetch()
         steps = [self._encoder(*b.inputs.shape) for b in batches]
         self._write_hyper(total_steps or self.config.steps or 0)
-        for i, (step, batch) in enumerate(zip(steps, batches, strict=True)):
-            self.model.load_batch(step, batch.inputs, batch.targets, count)
-            sections = ["forward", "backward"]
-            if i == len(batches) - 1 and count:
-                sections.append("update")
-            step.encoder.run(*sections, clear_grads=i == 0)
-        self.progress.tokens += sum(b.inputs.size for b in batches)
-        if count == 0:
-            result = StepResult(self.progress.step, self)
-            self._records[result.step] = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
-            self._first_call += 1
+        count = sum(b.n_targets for b in batches)
+        result = StepResult(self.progress.step + 1, self._fetch)
+        if count:
+            for i, (step, batch) in enumerate(zip(steps, batches, strict=True)):
+                self.model.load_batch(step, batch.inputs, batch.targets, count)
+                last = ["update"] if i == len(batches) - 1 else []
+                step.encoder.run("forward", "backward", *last, clear_grads=i == 0)
+            self._pending[self._calls] = result
+            self._calls += 1
         else:
-            result = StepResult(self.progress.step, self)
+            result._row = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
+            warnings.warn(
+                f"step {result.step}: all targets are ignored, nothing is learnt", stacklevel=2
+            )
         self.progress.step += 1
-        if self.progress.step - self._fetched >= _CAPACITY:
-            self._fetch()
+        self.progress.tokens += sum(b.inputs.size for b in batches)
         return result
 
     # -- the log -------------------------------------------------------------------------------
 
     def _fetch(self) -> None:
-        """Bring the losses and norms of all steps since the last time back: one readback."""
-        if self._fetched == self.progress.step:
-            return
-        log = self.model.buffers.read(self._optimizer.log)
-        for step in range(self._fetched, self.progress.step):
-            if step not in self._records:
-                row = log[(step - self._first_call) % len(log)]
-                self._records[step] = dict(zip(LOG, map(float, row), strict=False))
-        self._fetched = self.progress.step
-        for old in [s for s in self._records if s < self._fetched - 4 * _CAPACITY]:
-            del self._records[old]
+        """Bring the numbers of all steps since the last time back, by one readback."""
+        self._collect()
         self._check_skips()
 
-    def _logged(self, step: int) -> dict[str, float]:
-        if step >= self._fetched:
-            self._fetch()
-        return self._records[step]
+    def _collect(self) -> None:
+        if not self._pending:
+            return
+        log = self.model.buffers.read(self._optimizer.log)
+        for call, result in self._pending.items():
+            result._row = dict(zip(LOG, map(float, log[call % len(log)]), strict=True))
+            self._skips = self._skips + 1 if result.skipped else 0
+        self._pending.clear()
 
     def _check_skips(self) -> None:
         """Say which tensor is not finite, once; stop after too many skips in a row."""
-        in_a_row = 0
-        for step in range(self._fetched - 1, -1, -1):
-            if not self._records.get(step, {}).get("skipped"):
-                break
-            in_a_row += 1
-        if not in_a_row:
+        stop = self._skips >= self.config.max_skips
+        if not stop and (self._warned or not self._skips):
             return
-        stop = in_a_row >= self.config.max_skips
-        if stop or not self._warned:
-            name = self.first_non_finite() or "a gradient that is finite by now"
-            message = f"step {self._fetched} skipped: non-finite at {name}"
-            if stop:
-                raise TrainingError(
-                    f"{message}; {in_a_row} steps in a row were skipped. Lower the learning rate, "
-                    "or resume from a checkpoint before this one."
-                )
-            self._warned = True
-            warnings.warn(message, stacklevel=3)
+        name = self.first_non_finite() or "a gradient that is finite by now"
+        step = self.progress.step
+        if stop:
+            raise TrainingError(
+                f"{self._skips} steps in a row were skipped, up to step {step}: non-finite at "
+                f"{name}. Lower the learning rate, or go on from an earlier checkpoint."
+            )
+        self._warned = True
+        warnings.warn(f"step {step} was skipped: non-finite at {name}", stacklevel=4)
 
     def first_non_finite(self) -> str | None:
         """Name of the first tensor with a NaN or infinity: a weight, else a gradient."""
-        for kind, read in (("weight", self.model.state_dict), ("gradient of", self.model.read_grads)):
+        for kind, read in (
+            ("weight", self.model.state_dict),
+            ("gradient of", self.model.read_grads),
+        ):
             for name, array in read().items():
                 if not np.isfinite(array).all():
                     return f"{kind} {name}"
@@ -285,37 +315,55 @@ class Trainer:
         on_log         called with each record that goes to metrics.jsonl
         should_stop    asked after each step; True saves and returns
 
-        Raises TrainingError after `max_skips` steps in a row without a finite gradient.
+        Raises TrainingError after `max_skips` steps in a row without a finite gradient, DataError
+        where a run that is resumed began on other data.
         """
         c, progress = self.config, self.progress
         total = self.total_steps(dataset)
-        metrics = _Metrics(Path(out) if out else None, on_log, progress.step)
-        since, tokens, first = time.perf_counter(), progress.tokens, progress.step
-        with metrics, Prefetcher(self._windows(dataset)) as windows:
+        if progress.data_tokens not in (0, len(dataset)):
+            raise DataError(
+                f"the run began on {progress.data_tokens:,} tokens, these data have "
+                f"{len(dataset):,}: it can go on with the same data only"
+            )
+        progress.data_tokens = len(dataset)
+        results: list[StepResult] = []  # not logged yet
+        clock, tokens, first = _Clock(), progress.tokens, progress.step + 1
+        with (
+            _Metrics(Path(out) if out else None, on_log, progress.step) as metrics,
+            Prefetcher(self._windows(dataset)) as windows,
+        ):
             for window, epoch, used in windows:
                 if progress.step >= total:
                     break
-                result = self.step_batches(window, total)
+                with clock.paused():  # a shape's first step compiles
+                    for batch in window:
+                        self._encoder(*batch.inputs.shape)
+                results.append(self.step_batches(window, total))
                 progress.epoch, progress.batch = epoch, used
                 if on_step:
-                    on_step(result)
+                    on_step(results[-1])
                 step, stop = progress.step, should_stop()
-                done = stop or step >= total
-                if step - first >= c.log_every or done:
-                    records = [{"step": s + 1, **self._logged(s)} for s in range(first, step)]
-                    now = time.perf_counter()
-                    rate = (progress.tokens - tokens) / max(now - since, 1e-9)
-                    for record in records:
-                        record["skipped"] = bool(record["skipped"])
-                        metrics.write({**record, "tokens_per_s": round(rate, 1), "epoch": epoch})
-                    since, tokens, first = now, progress.tokens, step
-                if eval_dataset and (done or (c.eval_every and step % c.eval_every == 0)):
-                    metrics.write(self.evaluate(eval_dataset).record(step))
-                    since = time.perf_counter()
-                if out and (done or (c.save_every and step % c.save_every == 0)):
-                    self.save(out)
-                    since = time.perf_counter()
-                if done:
+                done, full = step >= total, len(results) == _AHEAD
+                # the first step, which compiles on some drivers, has a line and a speed of its own
+                if step == first or _due(step, c.log_every) or full or done or stop:
+                    self._collect()
+                    rate = (progress.tokens - tokens) / clock.restart()
+                    for result in results:
+                        record = {**result.record(), "tokens_per_s": round(rate, 1), "epoch": epoch}
+                        metrics.write(record)
+                    tokens, results = progress.tokens, []
+                    self._check_skips()
+                with clock.paused():
+                    if eval_dataset and not stop and (done or _due(step, c.eval_every)):
+                        found = evaluate(
+                            self.model, eval_dataset, c.batch_size, c.seq_len, should_stop
+                        )
+                        stop = should_stop()
+                        if not stop:
+                            metrics.write({"step": step, **found.record()})
+                    if out and (done or stop or _due(step, c.save_every)):
+                        self.save(out)
+                if done or stop:
                     break
         return progress
 
@@ -332,16 +380,17 @@ class Trainer:
         Raises CheckpointError where weights are not finite, or the disk is full.
         """
         self._fetch()
-        state: dict[str, Any] = {"progress": vars(self.progress).copy()}
-        state["train"] = self.config.to_dict()
+        counters = self.model.buffers.read(self._optimizer.state)
+        state = {
+            "progress": vars(self.progress),
+            "optimizer": dict(zip(STATE, map(int, counters), strict=True)),
+            "train": self.config.to_dict(),
+        }
+        shapes = self._moment_shapes()
+        moments = ((name, self.model.read_moment(name)) for name in shapes)
         with checkpoint.new_checkpoint(out, self.progress.step) as folder:
             self.model.save_pretrained(folder)
-            if self._optimizer is not None:
-                counters = self.model.buffers.read(self._optimizer.state)
-                state["optimizer"] = dict(zip(STATE, map(int, counters), strict=True))
-                shapes = self._moment_shapes()
-                moments = ((name, self.model.read_moment(name)) for name in shapes)
-                checkpoint.save_tensors(folder / MOMENTS, moments, shapes=shapes)
+            checkpoint.save_tensors(folder / MOMENTS, moments, shapes=shapes)
             checkpoint.write_json(folder / TRAINER_STATE, state)
         checkpoint.rotate(out, self.config.keep_checkpoints)
         return Path(out) / f"checkpoint-{self.progress.step}"
@@ -353,67 +402,140 @@ class Trainer:
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint: weights, moments, step count, position in the data.
 
-        Raises CheckpointError where it is damaged, or has no training state.
+        Raises CheckpointError where it is damaged, has no training state, or where its position
+        in the data means nothing under this configuration.
         """
+        self._collect()  # what was asked for before is told by today's log
         folder = find_checkpoint(path)
-        state = checkpoint.read_json(folder / TRAINER_STATE)
+        file = folder / TRAINER_STATE
+        state = checkpoint.read_json(file)
         try:
             progress = Progress(**{k: int(v) for k, v in state["progress"].items()})
-            counters = [int(state["optimizer"][name]) for name in STATE]
+            counters = {name: int(state["optimizer"][name]) for name in STATE}
+            trained = {name: state["train"][name] for name in _POSITION}
         except (KeyError, TypeError, ValueError, AttributeError) as err:
-            raise CheckpointError(f"{folder / TRAINER_STATE}: not a trainer's state: {err}") from None
+            raise CheckpointError(f"{file}: not a trainer's state: {err}") from None
+        for name, value in trained.items():
+            if progress.data_tokens and getattr(self.config, name) != value:
+                raise CheckpointError(
+                    f"{folder}: trained with {name} {value}, not {getattr(self.config, name)}, so "
+                    "that its place in the data would be lost; start a new run from this model"
+                )
         weights = checkpoint.model_tensors(folder, self.model.config.tie_embeddings)
         moments = checkpoint.load_tensors(folder / MOMENTS)
         checkpoint.check_names(self._moment_shapes(), moments.shapes, folder / MOMENTS)
         self.model.load_state_dict(weights, str(folder))
-        self._encoder(self.config.batch_size, self.config.seq_len)
+        optimizer = self._optimizer
         for name in moments:
             self.model.write_moment(name, moments[name])
-        self.model.buffers.write(self._optimizer.state, np.array(counters, np.uint32))
-        self._first_call = progress.step - counters[STATE.index("calls")]
-        self.progress, self._fetched = progress, progress.step
+        self.model.buffers.write(optimizer.state, np.array(list(counters.values()), np.uint32))
+        self._calls, self._skips = counters["calls"], counters["skipped_in_a_row"]
+        self.progress = progress
 
 
-def evaluate(model: Model, dataset: Dataset, batch_size: int, seq_len: int) -> Evaluation:
-    """Mean loss in nats over every predicted token of a dataset."""
+def saved_config(path: str | Path) -> dict[str, Any]:
+    """The fields of the TrainConfig that a checkpoint was trained with."""
+    file = find_checkpoint(path) / TRAINER_STATE
+    config = checkpoint.read_json(file).get("train")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: not a trainer's state: it has no configuration")
+    return config
+
+
+def evaluate(
+    model: Model,
+    dataset: Dataset,
+    batch_size: int,
+    seq_len: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """Mean loss in nats over every predicted token of a dataset.
+
+    should_stop   asked before each batch; True ends with the batches so far
+    """
     loss, count = 0.0, 0
     for batch in dataset.batches(batch_size, seq_len, seed=None, epoch=0):
-        if batch.n_targets:
-            loss += model.loss(batch.inputs, batch.targets) * batch.n_targets
-            count += batch.n_targets
+        if should_stop():
+            break
+        loss += model.loss(batch.inputs, batch.targets) * batch.n_targets
+        count += batch.n_targets
     return Evaluation(loss / max(1, count), count)
 
 
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class _Clock:
+    """Seconds of training: what is done while it is paused does not count."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - start
+
+    def restart(self) -> float:
+        """Seconds since it was started, above 0; and start it anew."""
+        now = time.perf_counter()
+        passed, self._since = now - self._since, now
+        return max(passed, 1e-9)
+
+
 class _Metrics(contextlib.AbstractContextManager["_Metrics"]):
-    """metrics.jsonl of a run folder: one JSON object a line, flushed at once."""
+    """metrics.jsonl of a run folder: one JSON object a line, flushed at once.
+
+    Records of steps after `step` are dropped first: these steps are done again.
+    """
 
     def __init__(
         self, out: Path | None, on_log: Callable[[dict[str, Any]], None] | None, step: int
     ) -> None:
         self._on_log = on_log
         self._file = None
+        self._path = (out or Path()) / METRICS
         if out:
-            out.mkdir(parents=True, exist_ok=True)
-            path = out / "metrics.jsonl"
-            kept = list(_until(path, step)) if path.exists() else []
-            self._file = path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
+            with self._writing():
+                out.mkdir(parents=True, exist_ok=True)
+                kept = _until(self._path, step) if self._path.exists() else ()
+                temporary = out / f".{METRICS}.tmp-{os.getpid()}"
+                temporary.write_text("".join(kept), encoding="utf-8")
+                os.replace(temporary, self._path)
+                self._file = self._path.open("a", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise TrainingError(f"{self._path}: cannot be written: {reason}") from None
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            with self._writing():
+                self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+                self._file.flush()
         if self._on_log:
             self._on_log(record)
 
     def __exit__(self, *exc: object) -> None:
         if self._file:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what could not be flushed was reported
+                self._file.close()
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with null for numbers that JSON does not know."""
+    return {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in record.items()}
 
 
 def _until(path: Path, step: int) -> Iterable[str]:
-    """Lines of a metrics file up to a step: what came after the checkpoint is done again."""
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    """Lines of a metrics file up to a step."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
                 yield line

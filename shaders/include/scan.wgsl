@@ -11,8 +11,8 @@ $$ else
 $$ endif
 }
 
-$$ for name, index in [("u", "row * d_u_delta + channel"), ("delta", "row * d_u_delta + d_inner + channel"), ("dy", "row * d_inner + channel")]
-$$ set array = "dy" if name == "dy" else "u_delta"
+$$ for name, index in [("u", "row * d_u_delta + channel"), ("delta", "row * d_u_delta + d_inner + channel"), ("dy", "row * d_inner + channel"), ("z", "row * d_xz + d_inner + channel")]
+$$ set array = {"u": "u_delta", "delta": "u_delta", "dy": "dy", "z": "xz"}[name]
 $$ if array in bound
 fn {{ name }}_at(row: u32, t: u32, channel: u32) -> f32 {
 $$ if ragged

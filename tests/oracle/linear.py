@@ -4,11 +4,13 @@ import numpy as np
 
 from . import case, oracle
 
-TILES = [  # other register tiles: staged with padding and without, straight from storage
-    {"tile_m": 32, "tile_n": 64, "tile_k": 8, "thread_m": 8, "thread_n": 4, "pad": 1, "swizzle": 2, "lanes": 0, "workgroup": 64},
-    {"tile_m": 64, "tile_n": 32, "tile_k": 4, "thread_m": 16, "thread_n": 8, "pad": 0, "swizzle": 1, "lanes": 0, "workgroup": 16},
+TILES = [  # other register tiles: staged in several ways, straight from storage
+    {"tile_m": 64, "tile_n": 32, "tile_k": 8, "thread_m": 8, "thread_n": 4, "swizzle": 2, "warp_n": 8, "prefetch": 1, "lanes": 0, "workgroup": 64},
+    {"tile_m": 64, "tile_n": 32, "tile_k": 4, "thread_m": 16, "thread_n": 8, "swizzle": 1, "warp_n": 0, "prefetch": 0, "lanes": 0, "workgroup": 16},
     {"tile_m": 64, "tile_n": 16, "tile_k": 4, "thread_m": 4, "thread_n": 16, "swizzle": 8, "lanes": 1, "workgroup": 16},
 ]  # fmt: skip
+LARGE = {"tile_m": 128, "tile_n": 128, "tile_k": 16, "thread_m": 8, "thread_n": 8, "swizzle": 8, "warp_n": 8, "prefetch": 0, "lanes": 0, "workgroup": 256}  # fmt: skip
+TINY = {"tile_m": 4, "tile_n": 4, "tile_k": 4, "thread_m": 4, "thread_n": 4, "swizzle": 8, "lanes": 1, "workgroup": 1}  # fmt: skip
 
 
 @oracle(
@@ -19,7 +21,8 @@ TILES = [  # other register tiles: staged with padding and without, straight fro
     case(("bias",), rows=1, d_out=70, d_in=128, x_stride=128, out_stride=70),
     case(("bias", "residual"), rows=1, d_out=1, d_in=1, x_stride=1, out_stride=1),
     *(case(rows=67, d_out=68, d_in=36, x_stride=36, out_stride=68, choices=t) for t in TILES),
-    *(case(rows=64, d_out=64, d_in=16, x_stride=16, out_stride=64, choices=t) for t in TILES),
+    case(rows=128, d_out=128, d_in=16, x_stride=16, out_stride=128, choices=LARGE),
+    case(rows=3, d_out=262_150, d_in=1, x_stride=1, out_stride=262_150, choices=TINY),  # a folded grid
 )  # fmt: skip
 def linear_forward(x, weight, bias, residual, out_stride, x_start, out_start, activation):
     d_out, d_in = weight.shape
@@ -42,7 +45,7 @@ def linear_forward(x, weight, bias, residual, out_stride, x_start, out_start, ac
     case(rows=9, d_out=6, d_in=10, dout_stride=8, dout_start=1, dx_stride=16, dx_start=3),
     case(rows=1, d_out=1, d_in=1, dout_stride=1, dx_stride=1),
     *(case(rows=67, d_out=36, d_in=68, dout_stride=36, dx_stride=68, choices=t) for t in TILES),
-    *(case(rows=64, d_out=16, d_in=64, dout_stride=16, dx_stride=64, choices=t) for t in TILES),
+    case(rows=128, d_out=16, d_in=128, dout_stride=16, dx_stride=128, choices=LARGE),
 )
 def linear_backward_x(dout, weight, dx_stride, dout_start, dx_start):
     d_out, d_in = weight.shape
@@ -58,7 +61,7 @@ def linear_backward_x(dout, weight, dx_stride, dout_start, dx_start):
     case(rows=1, d_out=1, d_in=1, dout_stride=1, x_stride=1),
     case(rows=20, d_out=130, d_in=132, dout_stride=130, x_stride=132),
     *(case(rows=37, d_out=72, d_in=68, dout_stride=72, x_stride=68, choices=t) for t in TILES),
-    *(case(rows=16, d_out=64, d_in=64, dout_stride=64, x_stride=64, choices=t) for t in TILES),
+    case(rows=16, d_out=128, d_in=128, dout_stride=128, x_stride=128, choices=LARGE),
 )  # fmt: skip
 def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
     dout, x = dout[:, dout_start : dout_start + d_out], x[:, x_start : x_start + d_in]

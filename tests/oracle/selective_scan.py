@@ -39,7 +39,9 @@ class Steps:
 
     def __init__(self, u_delta, x_dbl, AD, dt_rank, d_state, discretization="euler"):
         d_inner, groups = u_delta.shape[-1] // 2, len(AD) // 2
-        self.u, self.delta = np.moveaxis(u_delta.reshape(*u_delta.shape[:2], 2, d_inner), (2, 1), (0, 1))
+        self.u, self.delta = np.moveaxis(
+            u_delta.reshape(*u_delta.shape[:2], 2, d_inner), (2, 1), (0, 1)
+        )
         B, C = np.split(x_dbl[..., dt_rank:], 2, -1)
         pad = [(0, 0), (0, 0), (0, 4 * groups - d_state)]
         self.B, self.C = (np.moveaxis(np.pad(v, pad), 1, 0)[:, :, None, :] for v in (B, C))
@@ -47,32 +49,29 @@ class Steps:
         self.D = AD[-1, :, 0]
         self.zoh = discretization == "zoh"
 
-    def X(self, t):
+    def exponent(self, t):
         return self.delta[t][..., None] * self.A
 
     def weight(self, t):
-        return self.delta[t][..., None] * (phi1(self.X(t)) if self.zoh else 1)
+        return self.delta[t][..., None] * (phi1(self.exponent(t)) if self.zoh else 1)
 
     def next(self, h, t):
-        return np.exp(self.X(t)) * h + self.weight(t) * self.u[t][..., None] * self.B[t]
+        return np.exp(self.exponent(t)) * h + self.weight(t) * self.u[t][..., None] * self.B[t]
 
 
-def delta_draw(rng, shape, values):
-    return np.concatenate(
-        [rng.uniform(-1, 1, half) for half in [(*shape[:-1], shape[-1] // 2)]]
-        + [rng.uniform(0.01, 1, (*shape[:-1], shape[-1] // 2))],
-        -1,
-    )
+def u_delta_draw(rng, shape, values):
+    u_delta = rng.uniform(-1, 1, shape)
+    u_delta[..., shape[-1] // 2 :] = rng.uniform(0.01, 1, (*shape[:-1], shape[-1] // 2))
+    return u_delta
 
 
 def ad_draw(rng, shape, values):
-    planes, d_inner, _ = shape
     AD = rng.uniform(-2, -0.05, shape)
-    AD[-1] = rng.uniform(-1, 1, (d_inner, 4))
+    AD[-1] = rng.uniform(-1, 1, shape[1:])
     return AD
 
 
-DRAW = {"u_delta": delta_draw, "AD": ad_draw}
+DRAW = {"u_delta": u_delta_draw, "AD": ad_draw}
 
 
 def dims(batch=2, seqlen=9, d_inner=5, d_state=3, dt_rank=2, chunk=4, per_segment=None, **more):
@@ -117,7 +116,7 @@ def without(values, *names):
     case(**dims(d_inner=70, d_state=4), clamp=(-0.5, 0.25)),
 )
 def scan_prepare(A_log, D, clamp):
-    d_inner, d_state = A_log.shape
+    d_state = A_log.shape[1]
     groups = -(-d_state // 4)
     A = -np.exp(np.clip(A_log, *clamp) if clamp else A_log)
     inside = (A_log > clamp[0]) & (A_log < clamp[1]) if clamp else True
@@ -137,7 +136,7 @@ def scan_local(
     u_delta, x_dbl, AD, dt_rank, d_state, chunk, per_segment, segments, chunks, discretization
 ):
     s = Steps(u_delta, x_dbl, AD, dt_rank, d_state, discretization)
-    batch, _, d_inner = s.u.shape[1], 0, s.u.shape[2]
+    _, batch, d_inner = s.u.shape
     states = np.full((batch, chunks, len(AD) // 2, d_inner, 4), np.nan)
     sums = np.full((batch, segments, d_inner), np.nan)
     for segment in range(segments - 1):
@@ -176,10 +175,22 @@ def scan_combine(AD, delta_sums, state, states, per_segment, reverse):
     case(("chunk_states", "y"), **dims(seqlen=7, d_inner=130, d_state=4, dt_rank=4, chunk=8)),
     case((), **dims(seqlen=16, d_inner=32, d_state=16, dt_rank=4, chunk=8), discretization="zoh"),
     case((), **dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3)),
+    case((), **dims(batch=1, seqlen=8, d_inner=2, d_state=1024, chunk=8)),
     draw=DRAW,
 )
 def scan_forward(
-    u_delta, x_dbl, AD, xz, chunk_states, state, dt_rank, d_state, chunk, per_segment, segments, discretization
+    u_delta,
+    x_dbl,
+    AD,
+    xz,
+    chunk_states,
+    state,
+    dt_rank,
+    d_state,
+    chunk,
+    per_segment,
+    segments,
+    discretization,
 ):
     s = Steps(u_delta, x_dbl, AD, dt_rank, d_state, discretization)
     seqlen, batch, d_inner = s.u.shape
@@ -224,7 +235,7 @@ def scan_backward_local(u_delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_seg
         steps = range(first, min(first + per_segment * chunk, seqlen))
         e = 0
         for t in reversed(steps):
-            e = np.exp(s.X(t)) * (s.C[t] * dy[:, t, :, None] + e)
+            e = np.exp(s.exponent(t)) * (s.C[t] * dy[:, t, :, None] + e)
         carry[:, segment] = by_group(e)
         sums[:, segment] = s.delta[steps].sum(0)
     return {"carry": carry, "delta_sums": sums}
@@ -239,7 +250,19 @@ def scan_backward_local(u_delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_seg
     draw=DRAW,
 )
 def scan_backward(
-    u_delta, x_dbl, AD, dy, chunk_states, carry, dt_rank, d_state, chunk, per_segment, segments, channels, discretization
+    u_delta,
+    x_dbl,
+    AD,
+    dy,
+    chunk_states,
+    carry,
+    dt_rank,
+    d_state,
+    chunk,
+    per_segment,
+    segments,
+    channels,
+    discretization,
 ):
     s = Steps(u_delta, x_dbl, AD, dt_rank, d_state, discretization)
     seqlen, batch, d_inner = s.u.shape
@@ -260,7 +283,7 @@ def scan_backward(
         if carry is not None and (t == seqlen - 1 or (t + 1) % (chunk * per_segment) == 0):
             e = by_channel(carry[:, segment])
         u, delta, dy_t = s.u[t][..., None], s.delta[t][..., None], dy[:, t, :, None]
-        a, w = np.exp(s.X(t)), s.weight(t)
+        a, w = np.exp(s.exponent(t)), s.weight(t)
         G = s.C[t] * dy_t + e
         P = G * a * states[t]
         GBu = G * s.B[t] * u
@@ -268,7 +291,7 @@ def scan_backward(
         du_ddt[:, t, :d_inner] = (G * w * s.B[t]).sum(-1) + s.D * dy[:, t]
         ddelta = (P * s.A + GBu * (a if s.zoh else 1)).sum(-1)
         du_ddt[:, t, d_inner:] = ddelta * -np.expm1(-s.delta[t])
-        dw_dA = delta**2 * dphi1(s.X(t)) if s.zoh else 0
+        dw_dA = delta**2 * dphi1(s.exponent(t)) if s.zoh else 0
         dA[:, segment] += (P * delta + GBu * dw_dA) * s.derivative
         dD[:, segment] += dy[:, t] * s.u[t]
         for i, block in enumerate(blocks):
@@ -287,7 +310,9 @@ SUMS = dims(seqlen=5, d_inner=7, d_state=6, channels=3, per_segment=1)
     case(("dA_log",), **SUMS),
     case(("dA_log", "dD"), **dims(seqlen=5, d_inner=16, d_state=8, dt_rank=4, channels=8)),
 )
-def scan_backward_sums(partials, dA_log, dD, batch, seqlen, dt_rank, d_state, d_inner, blocks, segments):
+def scan_backward_sums(
+    partials, dA_log, dD, batch, seqlen, dt_rank, d_state, d_inner, blocks, segments
+):
     groups = -(-d_state // 4)
     count = batch * seqlen * blocks * 8 * groups
     dBC = partials[:count].reshape(batch, seqlen, blocks, 2, 4 * groups).sum(2)

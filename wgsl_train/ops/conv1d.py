@@ -1,14 +1,29 @@
 """Causal depthwise convolution over time, then SiLU: the short filter in front of the scan."""
 
 from ..errors import ShapeError
-from ..kernel import Grid, Kernel, Tensor, Values, by_kind, ceil_div, elementwise, spread
+from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise, spread
 from ..plan import Plan
 from .sum_partials import partial
 
 
+def _channels(d_inner: int) -> int:
+    """Lanes along the channels."""
+    return d_inner // 4 if d_inner % 4 == 0 else d_inner
+
+
+def _run(target: Target, batch: int, seqlen: int, d_inner: int) -> int:
+    """Timesteps of a lane: long runs read little twice, but must leave a large GPU enough lanes."""
+    few = batch * seqlen * _channels(d_inner) < 1 << 20
+    return 16 if few and target.kind == "discrete" else 64
+
+
+def _choices(target: Target, v: Values) -> dict[str, int]:
+    run = _run(target, v["batch"], v["seqlen"], v["d_inner"])
+    return {"workgroup": 64, "unroll": 4, "run": run}
+
+
 def _grid(v: Values) -> Grid:
-    channels = v["d_inner"] // 4 if v["d_inner"] % 4 == 0 else v["d_inner"]
-    lanes = v["batch"] * ceil_div(v["seqlen"], v["run"]) * channels
+    lanes = v["batch"] * ceil_div(v["seqlen"], v["run"]) * _channels(v["d_inner"])
     return spread(ceil_div(lanes, v["workgroup"]))
 
 
@@ -21,7 +36,7 @@ FORWARD = Kernel(
         "state?": "batch context d_inner",
     },
     writes={"u_delta": "batch seqlen two_d_inner"},
-    choose=by_kind({"workgroup": 64, "run": 32, "unroll": 4}),  # run: timesteps of a lane
+    choose=_choices,
     grid=_grid,
     vec4=lambda v: ("xz", "bias", "state", "u_delta") if v["d_inner"] % 4 == 0 else (),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (v["d_conv"] + 2),
@@ -85,7 +100,7 @@ def conv1d_silu(
         plan.dispatch(STATE, xz=xz, state=state)
 
     def backward() -> None:
-        run = 64
+        run = _run(plan.target, batch, seqlen, weight.shape[0])
         parts = batch * ceil_div(seqlen, run)
         dweight = plan.layout.grad(weight)
         dbias = plan.layout.grad(bias) if bias else None

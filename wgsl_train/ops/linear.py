@@ -31,26 +31,33 @@ def staged(
     tile_k: int = 16,
     thread_m: int = 8,
     thread_n: int = 8,
-    pad: int = 0,
     swizzle: int = 8,
+    warp_n: int = 8,
+    prefetch: int = 0,
 ) -> dict[str, int]:
     """Tuning choices: operands are staged in workgroup memory.
 
     tile_m, tile_n, tile_k   outputs of a workgroup, and how deep it goes between barriers
-    thread_m, thread_n       outputs of a thread, multiples of 4
-    pad                      vec4s between rows in workgroup memory
+    thread_m, thread_n       outputs of a thread; like the tile's, multiples of 4; at least
+                             tile_m / 4 threads
     swizzle                  tiles along m that are visited together
+    warp_n                   of 32 neighbouring threads so many lie along n; 0: all that there are
+    prefetch                 1: load the next operands to registers while computing
     """
+    threads_m, threads_n = tile_m // thread_m, tile_n // thread_n
+    if warp_n and (threads_n % warp_n or threads_m % (32 // warp_n)):
+        warp_n = 0
     return {
         "tile_m": tile_m,
         "tile_n": tile_n,
         "tile_k": tile_k,
         "thread_m": thread_m,
         "thread_n": thread_n,
-        "pad": pad,
         "swizzle": swizzle,
+        "warp_n": warp_n,
+        "prefetch": prefetch,
         "lanes": 0,
-        "workgroup": (tile_m // thread_m) * (tile_n // thread_n),
+        "workgroup": threads_m * threads_n,
     }
 
 
@@ -74,25 +81,71 @@ def direct(
     }
 
 
-LARGE = staged(128, 128)
-MIDDLE = staged(64, 64, thread_m=4, thread_n=4)
-SMALL = staged(32, 32, thread_m=4, thread_n=4)
+@dataclass(frozen=True)
+class _Adapter:
+    """What the choice of tiles assumes of a kind of adapter. Rates are of float32 arithmetic.
+
+    units       multiprocessors
+    flops       FLOP/s of all of them together, with the best tiles
+    bandwidth   bytes/s of memory
+    """
+
+    units: int
+    flops: float
+    bandwidth: float
 
 
-def _choose(m: str, n: str) -> Callable[[Target, Values], dict[str, int]]:
-    """The largest tile that still makes enough workgroups to fill the adapter."""
+_ADAPTERS = {
+    "portable": _Adapter(16, 2e12, 1e11),
+    "integrated": _Adapter(16, 2e12, 1e11),
+    "discrete": _Adapter(132, 40e12, 3e12),
+}
+
+# (choices, their speed relative to the best where there are enough of them)
+_STAGED = (
+    (staged(128, 128), 1.0),
+    (staged(128, 64), 0.95),
+    (staged(64, 64, thread_m=4, thread_n=4), 0.73),
+    (staged(64, 32, thread_m=4, thread_n=4), 0.6),
+    (staged(32, 32, thread_m=4, thread_n=4), 0.45),
+    (staged(16, 64, thread_m=4, thread_n=4), 0.4),
+)
+
+
+def _fastest(
+    target: Target, m: int, n: int, depth: int, parts: int = 1
+) -> tuple[float, dict[str, int]]:
+    """Estimated seconds of a staged product and the tile that takes the least: what counts is
+    how full the last wave of workgroups leaves the adapter."""
+    adapter = _ADAPTERS[target.kind]
+
+    def seconds(choices: Values, speed: float) -> float:
+        waves = ceil_div(_tiles(m, n, choices) * parts, adapter.units)
+        work = 2 * choices["tile_m"] * choices["tile_n"] * ceil_div(depth, parts)
+        filling = 0.25  # waves' worth of time in which the adapter starts and drains
+        return float((waves + filling) * work) / (adapter.flops / adapter.units * speed)
+
+    return min(((seconds(*tile), tile[0]) for tile in _STAGED), key=lambda item: item[0])
+
+
+def _choose(
+    m: str, n: str, depth: str, tall: bool = False
+) -> Callable[[Target, Values], dict[str, int]]:
+    """Tuning choices for a product of the sizes that these dims or options have.
+
+    tall   the rows of a are neighbours in memory: on a CPU a thread then takes more of them, so
+           that more of a page of memory is read while it is at hand
+    """
 
     def choose(target: Target, v: Values) -> dict[str, int]:
-        if target.kind == "cpu" and target.lanes == 8:
-            widths = [32, 40, 24, 16, 8]
-            return direct(4, min(widths, key=lambda w: round_up(v[n], w)), lanes=8)
-        if target.kind == "cpu":
+        if target.kind != "cpu":
+            return _fastest(target, v[m], v[n], v[depth], v.get("parts", 1))[1]
+        if target.lanes != 8:
             return direct(8, 8)
-        enough = 132 if target.kind == "discrete" else 16
-        for choices in (LARGE, MIDDLE):
-            if _tiles(v[m], v[n], choices) * v.get("parts", 1) >= enough:
-                return choices
-        return SMALL
+        widths = [32, 40, 24, 16, 8]  # the first of those that waste the fewest columns
+        thread_n = min(widths, key=lambda width: round_up(v[n], width))
+        more = tall and round_up(v[m], 64) == round_up(v[m], 32)
+        return direct(8 if more else 4, thread_n, lanes=8)
 
     return choose
 
@@ -132,7 +185,7 @@ FORWARD = Kernel(
     },
     writes={"out": "*rows out_stride"},
     options={"x_start": 0, "out_start": 0, "activation": "none"},
-    choose=_choose("rows", "d_out"),
+    choose=_choose("rows", "d_out", "d_in"),
     grid=_grid("rows", "d_out"),
     vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, out=_OUT),
     flops=_flops,
@@ -144,7 +197,7 @@ BACKWARD_X = Kernel(
     reads={"dout": "*rows dout_stride", "weight": "d_out d_in"},
     adds={"dx": "*rows dx_stride"},
     options={"dout_start": 0, "dx_start": 0},
-    choose=_choose("rows", "d_in"),
+    choose=_choose("rows", "d_in", "d_out"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(dout=_DOUT, weight=("d_in",), dx=("dx_start", "dx_stride", "d_in")),
     flops=_flops,
@@ -156,7 +209,7 @@ BACKWARD_WEIGHT = Kernel(
     reads={"dout": "*rows dout_stride", "x": "*rows x_stride"},
     adds={"dweight": "d_out d_in", "dbias?": "d_out"},
     options={"dout_start": 0, "x_start": 0},
-    choose=_choose("d_out", "d_in"),
+    choose=_choose("d_out", "d_in", "rows", tall=True),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
     flops=_flops,
@@ -168,7 +221,7 @@ BACKWARD_WEIGHT_PARTIAL = Kernel(
     reads={"dout": "*rows dout_stride", "x": "*rows x_stride"},
     writes={"weight_partials": "parts weight_stride", "bias_partials?": "parts bias_stride"},
     options={"d_out": 1, "d_in": 1, "dout_start": 0, "x_start": 0},
-    choose=_choose("d_out", "d_in"),
+    choose=_choose("d_out", "d_in", "rows", tall=True),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, weight_partials=("d_in", "weight_stride")),
     flops=_flops,
@@ -284,13 +337,20 @@ def plan_backward_weight(
 
 
 def _parts(target: Target, d_out: int, d_in: int, rows: int) -> int:
-    """How many parts the rows are split into: about four waves of workgroups on a large GPU."""
+    """How many parts the rows are split into, so that dweight's few tiles fill the adapter.
+
+    Weighs the waves of workgroups against writing and reading the partial sums.
+    """
     if target.kind == "cpu":
         return 1
-    wanted = 1056 if target.kind == "discrete" else 64
-    size = 128 if target.kind == "discrete" and d_out * d_in >= 128 * 128 * 16 else 64
-    tiles = ceil_div(d_out, size) * ceil_div(d_in, size)
-    return max(1, min(wanted // tiles, rows // 256))
+    adapter, nbytes = _ADAPTERS[target.kind], 4 * d_out * d_in
+
+    def seconds(parts: int) -> float:
+        sums = (2 * parts + 2) * nbytes / adapter.bandwidth if parts > 1 else 0.0
+        return _fastest(target, d_out, d_in, rows, parts)[0] + sums
+
+    most = min(rows // 64, target.usable_binding // (2 * nbytes), 128)
+    return min(range(1, max(1, most) + 1), key=seconds)
 
 
 def linear(

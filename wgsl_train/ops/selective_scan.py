@@ -12,7 +12,6 @@ that neighbouring lanes, which hold neighbouring channels, read neighbouring vec
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 from ..errors import ConfigError, ShapeError
@@ -21,7 +20,7 @@ from ..plan import Plan
 
 CHUNK = 32  # steps between the states that are kept
 MAX_STATE = 1024
-_LANES = 128  # of a workgroup
+WORKGROUPS = {"portable": 64, "cpu": 2, "discrete": 256}  # that fill an adapter, by its kind
 
 Discretization = Literal["euler", "zoh"]
 
@@ -35,37 +34,39 @@ def _groups(d_state: int) -> int:
     return ceil_div(d_state, 4)
 
 
-def _channels(target: Target, lane_groups: int) -> int:
-    """Channels of a workgroup that gives each of them this many lanes."""
-    return max(1, (32 if target.kind == "cpu" else 128) // lane_groups)
+def _quads(target: Target, groups: int) -> int:
+    """Vectors of four states a lane holds. On a CPU several: loads and barriers are dear there."""
+    return _divisor(groups, 4) if target.kind == "cpu" else 1
+
+
+def _channels(target: Target, groups: int) -> int:
+    """Channels of a workgroup, whose lanes are channels x groups / quads."""
+    lanes = 32 if target.kind == "cpu" else 128
+    return max(1, lanes * _quads(target, groups) // groups)
 
 
 def _lanes(target: Target, v: Values) -> dict[str, int]:
-    """A workgroup of channels x lane groups, each lane with `quads` vectors of four states.
-
-    A CPU pays for barriers and for loads, so there a lane sums over states by itself.
-    """
+    """Choices for the kernels that walk each segment once, `span` steps at a time."""
     groups = _groups(v["d_state"])
-    quads = _divisor(groups, 4) if target.kind == "cpu" else 1
-    channels = _channels(target, groups // quads)
+    quads, channels = _quads(target, groups), _channels(target, groups)
     return {
         "groups": groups,
         "quads": quads,
         "channels": channels,
-        "workgroup": channels * (groups // quads),
+        "workgroup": channels * groups // quads,
         "span": _divisor(v["chunk"], 2 if target.kind == "cpu" else 8),
         "ragged": _ragged(v, channels),
     }
 
 
 def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
-    """One vector a lane; `kept` steps are held in registers, `span` in workgroup memory."""
-    groups = _groups(v["d_state"])
-    kept = max(2 if target.kind == "cpu" else 8, v["chunk"] // 16)
-    kept = _divisor(v["chunk"], kept)
+    """Choices for scan_backward: `kept` steps in registers, `span` steps in workgroup memory."""
+    groups, cpu = _groups(v["d_state"]), target.kind == "cpu"
+    quads = _quads(target, groups)
+    kept = _divisor(v["chunk"], 2 if cpu else max(8, v["chunk"] // 32))
     return {
-        "quads": 1,
-        "workgroup": v["channels"] * groups,
+        "quads": quads,
+        "workgroup": v["channels"] * groups // quads,
         "kept": kept,
         "span": _divisor(kept, 2 if groups <= 128 else 1),
         "ragged": _ragged(v, v["channels"]),
@@ -199,12 +200,6 @@ BACKWARD_SUMS = Kernel(
 )
 
 
-def _per_segment(target: Target, workgroups: int, chunks: int, wanted: dict[str, int]) -> int:
-    """Chunks a segment, for at least the wanted number of workgroups (by kind of adapter)."""
-    segments = ceil_div(wanted.get(target.kind, wanted["portable"]), workgroups)
-    return ceil_div(chunks, min(segments, chunks))
-
-
 def selective_scan(
     plan: Plan,
     u_delta: Tensor,
@@ -240,57 +235,61 @@ def selective_scan(
     chunk         steps between the states that are kept for the backward pass
     per_segment   chunks a segment; by default what fills the adapter
 
-    Raises ConfigError where d_state is above 1,024 or the discretization unknown, ShapeError where
-    shapes do not fit. Source: Gu & Dao, "Mamba" (2023), algorithm 2 and section 3.3.2.
+    Raises ShapeError where shapes do not fit or d_state is above 1,024, ConfigError where the
+    discretization is unknown. Source: Gu & Dao, "Mamba" (2023), algorithm 2 and section 3.3.2.
     """
-    batch, seqlen, two_d_inner = u_delta.shape
+    batch, seqlen, _ = u_delta.shape
     d_inner, groups = A_log.shape[0], _groups(d_state)
     if not 1 <= d_state <= MAX_STATE:
-        raise ConfigError(f"d_state is {d_state}, must be 1 to {MAX_STATE:,}")
+        raise ShapeError(f"selective_scan: d_state is {d_state}, must be 1 to {MAX_STATE:,}")
     if discretization not in ("euler", "zoh"):
         raise ConfigError(f"discretization is {discretization!r}, must be 'euler' or 'zoh'")
-    if two_d_inner != 2 * d_inner or xz.shape[-1] != 2 * d_inner:
-        raise ShapeError(
-            f"selective_scan: u_delta {u_delta.shape} and xz {xz.shape} must be twice as wide as "
-            f"A_log {A_log.shape}"
-        )
-    if x_dbl.shape[-1] != dt_rank + 2 * d_state:
-        raise ShapeError(
-            f"selective_scan: x_dbl {x_dbl.shape} must have dt_rank + 2 d_state = "
-            f"{dt_rank + 2 * d_state} columns"
-        )
+    columns = {
+        "A_log": (A_log, d_state),
+        "u_delta": (u_delta, 2 * d_inner),
+        "xz": (xz, 2 * d_inner),
+        "x_dbl": (x_dbl, dt_rank + 2 * d_state),
+    }
+    for operand, (tensor, width) in columns.items():
+        if tensor.shape[-1] != width:
+            raise ShapeError(
+                f"selective_scan: {operand} is {tensor.shape}, must have {width} columns with "
+                f"d_inner = {d_inner}, d_state = {d_state}, dt_rank = {dt_rank}"
+            )
     chunk = min(chunk, 1 << (seqlen - 1).bit_length())
     channels = _channels(plan.target, groups)
     chunks, blocks = ceil_div(seqlen, chunk), ceil_div(d_inner, channels)
-    shape: dict[str, Any] = {"dt_rank": dt_rank, "d_state": d_state, "chunk": chunk}
-
-    def cut(wanted: dict[str, int]) -> dict[str, int]:
-        per = per_segment or _per_segment(plan.target, batch * blocks, chunks, wanted)
-        return {"per_segment": per, "segments": ceil_div(chunks, per)}
-
-    segments = cut({"portable": 64, "cpu": 2, "discrete": 256})
+    if per_segment is None:
+        wanted = WORKGROUPS.get(plan.target.kind, WORKGROUPS["portable"])
+        per_segment = ceil_div(chunks, min(chunks, ceil_div(wanted, batch * blocks)))
+    segments = ceil_div(chunks, per_segment)
+    shape: dict[str, Any] = {
+        "dt_rank": dt_rank,
+        "d_state": d_state,
+        "chunk": chunk,
+        "per_segment": per_segment,
+        "segments": segments,
+    }
     operands: dict[str, Tensor] = {
         "u_delta": u_delta,
         "x_dbl": x_dbl,
         "AD": plan.tensor(f"{name}.AD", (2 * groups + 1, d_inner, 4)),
     }
     plan.dispatch(PREPARE, A_log=A_log, D=D, AD=operands["AD"], clamp=a_log_clamp)
-    several = segments["segments"] > 1
     chunk_states = y = None
-    if plan.training or several:
+    if plan.training or segments > 1:
         chunk_states = plan.tensor(f"{name}.chunk_states", (batch, chunks, groups, d_inner, 4))
     if plan.training:
         y = plan.tensor(f"{name}.y", (batch, seqlen, d_inner))
     g = plan.tensor(name, (batch, seqlen, d_inner))
-    if several:
-        sums = plan.tensor(f"{name}.delta_sums", (batch, segments["segments"], d_inner))
+    if segments > 1:
+        sums = plan.tensor(f"{name}.delta_sums", (batch, segments, d_inner))
         plan.dispatch(
             LOCAL,
             **operands,
             chunk_states=chunk_states,
             delta_sums=sums,
             **shape,
-            **segments,
             discretization=discretization,
         )
         plan.dispatch(
@@ -299,7 +298,7 @@ def selective_scan(
             delta_sums=sums,
             state=state,
             states=chunk_states,
-            per_segment=segments["per_segment"],
+            per_segment=per_segment,
         )
     plan.dispatch(
         FORWARD,
@@ -310,26 +309,21 @@ def selective_scan(
         g=g,
         state=state,
         **shape,
-        **segments,
         discretization=discretization,
     )
 
     def backward() -> None:
-        segments = cut({"portable": 64, "cpu": 2, "discrete": 256})
         dy = plan.grad(g)
         plan.dispatch(BACKWARD_GATE, xz=xz, y=y, dg=dy, dxz=plan.grad(xz))
         carry = None
-        if (n := segments["segments"]) > 1:
-            carry = plan.tensor(f"{g.name}.carry", (batch, n, groups, d_inner, 4))
-            sums = plan.tensor(f"{g.name}.carry_delta_sums", (batch, n, d_inner))
-            plan.dispatch(
-                BACKWARD_LOCAL, **operands, dy=dy, carry=carry, delta_sums=sums, **shape, **segments
-            )
-            plan.dispatch(
-                COMBINE, AD=operands["AD"], delta_sums=sums, states=carry, reverse=True
-            )
-        size = batch * seqlen * blocks * 2 * groups * 4 + batch * n * (groups + 1) * d_inner * 4
-        partials = plan.tensor(f"{g.name}.partials", (size,))
+        if segments > 1:
+            carry = plan.tensor(f"{g.name}.carry", (batch, segments, groups, d_inner, 4))
+            sums = plan.tensor(f"{g.name}.carry_delta_sums", (batch, segments, d_inner))
+            plan.dispatch(BACKWARD_LOCAL, **operands, dy=dy, carry=carry, delta_sums=sums, **shape)
+            plan.dispatch(COMBINE, AD=operands["AD"], delta_sums=sums, states=carry, reverse=True)
+        dBC_size = batch * seqlen * blocks * 2 * groups * 4
+        parameters_size = batch * segments * (groups + 1) * d_inner * 4
+        partials = plan.tensor(f"{g.name}.partials", (dBC_size + parameters_size,))
         plan.dispatch(
             BACKWARD,
             **operands,
@@ -339,7 +333,6 @@ def selective_scan(
             du_ddt=plan.grad(u_delta),
             partials=partials,
             **shape,
-            **segments,
             channels=channels,
             discretization=discretization,
         )
@@ -353,7 +346,7 @@ def selective_scan(
             d_state=d_state,
             d_inner=d_inner,
             blocks=blocks,
-            segments=n,
+            segments=segments,
         )
 
     plan.tape(backward)

@@ -1,0 +1,6 @@
+// out = x
+fn element(i: u32) {
+    out[i] = x[i];
+}
+$$ set count = ceil_div(n, 4) ~ "u"
+{$ include "include/each_element.wgsl" $}

@@ -1,0 +1,134 @@
+"""The side that the peers stand beside: training steps and kernels of wgsl_train."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from measure import WARM_UP, Case, Peer, Work, until
+
+from wgsl_train import Device, MambaConfig, Model, TrainConfig, Trainer, request_device
+from wgsl_train.encoder import Buffers, Encoder
+from wgsl_train.kernel import Tensor
+from wgsl_train.ops import linear, probe
+from wgsl_train.ops.selective_scan import selective_scan
+from wgsl_train.ops.sum_partials import sum_partials
+from wgsl_train.plan import Layout, ParamSpec, Plan
+
+
+class Dispatches(Work):
+    """A section of a plan, timed by the GPU's own clock where it has one.
+
+    out       tensors to compare, by name
+    prepare   writes inputs that a run changes
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        section: str,
+        values: Callable[[], dict[str, Any]],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.encoder, self.section, self.prepare = encoder, section, prepare
+        _, written = next(iter(encoder.plan.sections[section][-1].bound("writes", "adds")))
+        super().__init__(
+            start=self._run,
+            wait=lambda _: encoder.read(written.view(0, (1,))),
+            values=lambda _: values(),
+        )
+
+    def _run(self) -> None:
+        self.prepare()
+        self.encoder.run(self.section)
+
+    def seconds(self, budget: float) -> float:
+        if "timestamp-query" not in self.encoder.device.target.features:
+            return super().seconds(budget)
+        for _ in until(WARM_UP):
+            self.wait(self._run())
+        samples = []
+        for _ in until(budget, at_least=3):
+            self._run()  # so that the clock is still up
+            samples.append(sum(t.seconds for t in self.encoder.time(self.section)))
+        return statistics.median(samples)
+
+
+class Ours(Peer):
+    """wgsl_train, on the adapter that WGSL_TRAIN_ADAPTER names, else the best one."""
+
+    def __init__(self) -> None:
+        self._buffers: Buffers | None = None
+
+    def about(self) -> dict[str, Any]:
+        versions = {name: version(name) for name in ("wgsl-train", "wgpu", "numpy")}
+        device = request_device(quiet=True)
+        info = device.info
+        return {
+            "versions": versions,
+            "device": info.name,
+            "kind": info.kind,
+            "backend": info.backend,
+            "driver": info.driver,
+            "largest_binding": device.target.usable_binding,
+        }
+
+    def gpu_bytes(self) -> int | None:
+        return self._buffers.nbytes if self._buffers else None
+
+    def step(self, case: Case) -> dict[str, Work]:
+        config = MambaConfig(
+            **{name: getattr(case, name) for name in ("vocab_size", "d_model", "n_layer", "d_state")}
+        )
+        model = Model(config, request_device(quiet=True))
+        model.load_state_dict(case.weights)
+        self._buffers = model.buffers
+        trainer = Trainer(
+            model,
+            TrainConfig(
+                steps=1_000_000,
+                no_decay=(),
+                activation_checkpointing=case.activation_checkpointing,
+                **{name: getattr(case, name) for name in ADAMW},
+            ),
+        )
+        targets = np.full(case.tokens.shape, -100)
+        targets[:, :-1] = case.tokens[:, 1:]
+        return {
+            "step": Work(
+                start=lambda: trainer.step(case.tokens, targets),
+                wait=lambda result: result.loss,
+                values=lambda result: {"loss": result.loss},
+            )
+        }
+
+    def matmul(self, case: Case) -> dict[str, Work]:
+        device, shape = request_device(quiet=True), (case.n, case.n)
+        buffers = self._buffers = Buffers(device)
+        layout = Layout([ParamSpec("weight", shape)], device.target)
+        weight = layout.param("weight")
+        dweight = layout.grad(weight)
+        assert dweight is not None
+
+        def work(name: str, plan_it: Callable[[Plan, Tensor, Tensor, Tensor], None]) -> Work:
+            """One product: `plan_it` plans it from x, dy and the tensor `name` for its result."""
+            plan = Plan(layout, device.target)
+            x, dy = plan.persistent("x", shape), plan.persistent("dy", shape)
+            out = dweight if name == "dweight" else plan.tensor(name, shape)
+            plan_it(plan, x, dy, out)
+            sum_partials(plan)
+            encoder = Encoder(buffers, plan)
+            for tensor, array in zip((x, dy, weight), inputs, strict=True):
+                buffers.write(tensor, array)
+            return Dispatches(encoder, "forward", lambda: {name: encoder.read(out)})
+
+        drawn = case.matmul_inputs()
+        inputs = [drawn[name] for name in ("x", "dy", "weight")]
+        return {
+            "x_wt": work("out", lambda p, x, dy, out: linear.plan_forward(p, x, weight, out)),
+            "dy_w": work("dx", lambda p, x, dy, dx: linear.plan_backward_x(p, dy, weight, dx)),
+            "dyt_x": work("dweight", lambda p, x, dy, dw: linear.plan_backward_weight(p, dy, x, dw)),
+        }
