@@ -5,8 +5,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 tools/setup.sh
 rm -rf runs/demo
-stdlib="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
-.venv/bin/wgsl-train train --config tools/demo.toml --data "$stdlib/*.py" --out runs/demo
+python=.venv/bin/python
+stdlib="$($python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
+$python -m wgsl_train train --config tools/demo.toml --data "$stdlib/*.py" --out runs/demo
 echo
 echo "A sample, after \"def \":"
-.venv/bin/wgsl-train generate runs/demo --prompt "def " --max-new-tokens 300 --temperature 0.8 --seed 1
+$python -m wgsl_train generate runs/demo --prompt "def " --max-new-tokens 300 --temperature 0.8 --seed 1

@@ -19,19 +19,19 @@ apt_install() {
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     { say "Python 3.11 or later is needed (set PYTHON to choose one)"; exit 1; }
-if [ ! -x .venv/bin/python ]; then
-    "$python" -c 'import venv, ensurepip' 2>/dev/null || apt_install python3-venv
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # absent, or left half-made
+    "$python" -c 'import venv, ensurepip' 2>/dev/null || apt_install "$(basename "$python")-venv"
     say "making .venv"
-    "$python" -m venv .venv
+    "$python" -m venv --clear .venv
 fi
 # Installing again costs seconds, so it is done only when the list of dependencies changed.
 stamp=".venv/.installed-${extra:-base}"
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
     say "installing the package and its dependencies"
-    .venv/bin/pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}"
     touch "$stamp"
 fi
-if ! .venv/bin/wgsl-train devices >/dev/null 2>&1; then
+if ! .venv/bin/python -m wgsl_train devices >/dev/null 2>&1; then
     apt_install libvulkan1 mesa-vulkan-drivers
 fi
-.venv/bin/wgsl-train devices >&2
+.venv/bin/python -m wgsl_train devices >&2

@@ -290,7 +290,8 @@ def train(
             model = Model.from_pretrained(source, opened)
         else:
             model = Model(model_config, opened, train_config.seed)
-        tokens.save(out_dir)
+        if not start:
+            tokens.save(out_dir)
         trainer = Trainer(model, train_config)
         if start:
             trainer.load(start)
@@ -544,8 +545,9 @@ def generate(
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not know every character
     sys.stdout.write(text)
+    ids = tokens.encode(text)
     stream = loaded.stream(
-        tokens.encode(text),
+        ids,
         max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -553,7 +555,7 @@ def generate(
         seed=seed,
         eos_token_id=loaded.config.eos_token_id,
     )
-    for piece in _pieces(tokens, stream):
+    for piece in _pieces(tokens, ids.tolist(), stream):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -566,16 +568,23 @@ def _standard_input() -> str:
         raise DataError(f"standard input: byte {error.start} is not UTF-8 text") from None
 
 
-def _pieces(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:
-    """Text as tokens arrive; a character of several tokens waits until it is whole."""
-    pending: list[int] = []
+def _pieces(tokenizer: Tokenizer, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:
+    """Text as tokens arrive; a character of several tokens waits until it is whole.
+
+    Tokens are decoded behind some before them, on which the spaces between them may depend.
+    """
+    before, new = prompt[-8:], list[int]()
+
+    def text() -> str:
+        return tokenizer.decode(before + new)[len(tokenizer.decode(before)) :]
+
     for token in ids:
-        pending.append(token)
-        text = tokenizer.decode(pending)
-        if not text.endswith("\ufffd") or len(pending) > 8:
-            yield text
-            pending = []
-    yield tokenizer.decode(pending)
+        new.append(token)
+        piece = text()
+        if not piece.endswith("\ufffd") or len(new) >= 8:
+            yield piece
+            before, new = (before + new)[-8:], []
+    yield text()
 
 
 @app.command()
@@ -638,9 +647,9 @@ def main() -> None:
     def warn(message: Warning | str, *rest: Any, **more: Any) -> None:
         err.print(f"warning: {message}")
 
-    warnings.showwarning = warn
     try:
-        with _signals(_end):
+        with warnings.catch_warnings(), _signals(_end):
+            warnings.showwarning = warn
             app(_spread_data(sys.argv[1:]), prog_name="wgsl-train")
     except WgslTrainError as error:
         err.print(f"error: {error}")

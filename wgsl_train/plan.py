@@ -471,7 +471,7 @@ class Memory:
                 self.place[root] = root.name
                 self.buffers[root.name] = round_up(root.nbytes, 256)
                 continue
-            for name, taken in reversed(slots):  # smallest first
+            for name, taken in reversed(slots):  # noqa: B007 - smallest first; used below
                 if not _overlaps((first, last + 1), taken):
                     break
             else:

@@ -326,7 +326,7 @@ class Trainer:
                 f"{len(dataset):,}: it can go on with the same data only"
             )
         progress.data_tokens = len(dataset)
-        results: list[StepResult] = []  # not logged yet
+        unlogged: list[tuple[StepResult, int]] = []  # with their epochs
         clock, tokens, first = _Clock(), progress.tokens, progress.step + 1
         with (
             _Metrics(Path(out) if out else None, on_log, progress.step) as metrics,
@@ -338,30 +338,32 @@ class Trainer:
                 with clock.paused():  # a shape's first step compiles
                     for batch in window:
                         self._encoder(*batch.inputs.shape)
-                results.append(self.step_batches(window, total))
+                unlogged.append((self.step_batches(window, total), epoch))
                 progress.epoch, progress.batch = epoch, used
                 if on_step:
-                    on_step(results[-1])
+                    on_step(unlogged[-1][0])
                 step, stop = progress.step, should_stop()
-                done, full = step >= total, len(results) == _AHEAD
+                done = step >= total
+                evaluating = eval_dataset and not stop and (done or _due(step, c.eval_every))
+                saving = done or stop or _due(step, c.save_every)
+                full = len(unlogged) == _AHEAD or _due(step, c.log_every)
                 # the first step, which compiles on some drivers, has a line and a speed of its own
-                if step == first or _due(step, c.log_every) or full or done or stop:
+                if step == first or full or evaluating or saving:
                     self._collect()
-                    rate = (progress.tokens - tokens) / clock.restart()
-                    for result in results:
-                        record = {**result.record(), "tokens_per_s": round(rate, 1), "epoch": epoch}
-                        metrics.write(record)
-                    tokens, results = progress.tokens, []
+                    rate = round((progress.tokens - tokens) / clock.restart(), 1)
+                    for result, its_epoch in unlogged:
+                        metrics.write({**result.record(), "tokens_per_s": rate, "epoch": its_epoch})
+                    tokens, unlogged = progress.tokens, []
                     self._check_skips()
                 with clock.paused():
-                    if eval_dataset and not stop and (done or _due(step, c.eval_every)):
+                    if eval_dataset and evaluating:
                         found = evaluate(
                             self.model, eval_dataset, c.batch_size, c.seq_len, should_stop
                         )
                         stop = should_stop()
                         if not stop:
                             metrics.write({"step": step, **found.record()})
-                    if out and (done or stop or _due(step, c.save_every)):
+                    if out and (saving or stop):
                         self.save(out)
                 if done or stop:
                     break

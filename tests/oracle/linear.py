@@ -5,11 +5,11 @@ import numpy as np
 from . import case, oracle
 
 TILES = [  # other register tiles: staged in several ways, straight from storage
-    {"tile_m": 64, "tile_n": 32, "tile_k": 8, "thread_m": 8, "thread_n": 4, "swizzle": 2, "warp_n": 8, "prefetch": 1, "lanes": 0, "workgroup": 64},
-    {"tile_m": 64, "tile_n": 32, "tile_k": 4, "thread_m": 16, "thread_n": 8, "swizzle": 1, "warp_n": 0, "prefetch": 0, "lanes": 0, "workgroup": 16},
+    {"tile_m": 64, "tile_n": 32, "tile_k": 8, "thread_m": 8, "thread_n": 4, "swizzle": 2, "warp_n": 8, "prefetch": 1, "packed": "ab", "lanes": 0, "workgroup": 64},
+    {"tile_m": 64, "tile_n": 32, "tile_k": 4, "thread_m": 16, "thread_n": 8, "swizzle": 1, "warp_n": 0, "prefetch": 0, "packed": "", "lanes": 0, "workgroup": 16},
     {"tile_m": 64, "tile_n": 16, "tile_k": 4, "thread_m": 4, "thread_n": 16, "swizzle": 8, "lanes": 1, "workgroup": 16},
 ]  # fmt: skip
-LARGE = {"tile_m": 128, "tile_n": 128, "tile_k": 16, "thread_m": 8, "thread_n": 8, "swizzle": 8, "warp_n": 8, "prefetch": 0, "lanes": 0, "workgroup": 256}  # fmt: skip
+LARGE = {"tile_m": 128, "tile_n": 128, "tile_k": 16, "thread_m": 8, "thread_n": 8, "swizzle": 8, "warp_n": 8, "prefetch": 0, "packed": "", "lanes": 0, "workgroup": 256}  # fmt: skip
 TINY = {"tile_m": 4, "tile_n": 4, "tile_k": 4, "thread_m": 4, "thread_n": 4, "swizzle": 8, "lanes": 1, "workgroup": 1}  # fmt: skip
 
 
@@ -67,6 +67,23 @@ def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
     dout, x = dout[:, dout_start : dout_start + d_out], x[:, x_start : x_start + d_in]
     grads = {"dweight": dout.T @ x}
     return grads if dbias is None else grads | {"dbias": dout.sum(0)}
+
+
+@oracle(
+    case(rows=37, d_out=45, d_in=33, dout_stride=45, parts=2, part_stride=1280),
+    case(rows=24, d_out=70, d_in=40, dout_stride=80, dout_start=8, parts=3, part_stride=960),
+    case(rows=3, d_out=6, d_in=10, dout_stride=8, dout_start=1, parts=4, part_stride=64),
+    *(case(rows=68, d_out=100, d_in=72, dout_stride=100, parts=3, part_stride=4928, choices=t) for t in TILES),
+)  # fmt: skip
+def linear_backward_x_partial(dout, weight, dout_start, parts, part_stride):
+    dout = dout[:, dout_start : dout_start + len(weight)]
+    span = math.ceil(math.ceil(len(weight) / parts) / 32) * 32  # outputs of a part
+    partials = np.full((parts, part_stride), np.nan)
+    for p in range(parts):
+        outputs = slice(p * span, (p + 1) * span)
+        product = dout[:, outputs] @ weight[outputs]
+        partials[p, : product.size] = product.ravel()
+    return {"dx_partials": partials}
 
 
 @oracle(

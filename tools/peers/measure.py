@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 WORKS = ("step", "matmul", "scan", "copy")
+ADAMW = ("lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")  # of a step's case
 LOSSES = 6  # steps whose losses are looked at
 WARM_UP = 0.3  # seconds: a GPU that was idle runs at a low clock at first
 BLOCK = 0.2  # seconds of work that are waited for once
@@ -31,9 +32,10 @@ BLOCK = 0.2  # seconds of work that are waited for once
 class Case(SimpleNamespace):
     """What is to be done: the numbers of a case as attributes, and its arrays.
 
-    A step has the sizes of a model under their usual names (vocab_size, d_model, ...), the
-    numbers of AdamW (lr, beta1, ...), `tokens` (batch, seqlen), and `weights` by their names in
-    Hugging Face's checkpoints. Kernels draw their inputs here.
+    A step has the sizes of a model under their usual names (vocab_size, d_model, ...), the numbers
+    of `ADAMW`, which decays every weight, `tokens` (batch, seqlen), and `weights` by their names
+    in Hugging Face's checkpoints. The loss is that of each sequence's tokens after its first.
+    Kernels draw their inputs here.
     """
 
     @classmethod
@@ -44,10 +46,6 @@ class Case(SimpleNamespace):
         case.tokens = arrays.pop("tokens", None)
         case.weights = arrays
         return case
-
-    def save(self, path: str | Path, weights: Mapping[str, Array], tokens: Array) -> None:
-        numbers = {k: v for k, v in vars(self).items() if k not in ("tokens", "weights")}
-        np.savez(path, case=json.dumps(numbers), tokens=tokens, **weights)
 
     def matmul_inputs(self) -> dict[str, Array]:
         """x, weight and dy, each (n, n)."""
@@ -155,7 +153,9 @@ class Peer:
         print(json.dumps(answer), flush=True)
 
     def _measure(self, case: Case, seconds: float, limit: float) -> dict[str, Any]:
-        times, checks, losses = {}, {}, []
+        times: dict[str, float] = {}
+        checks: dict[str, float] = {}
+        losses: list[float] = []
         for part, work in getattr(self, case.work)(case).items():
             begin, singles = time.perf_counter(), []
             for _ in range(LOSSES if case.work == "step" else 1):

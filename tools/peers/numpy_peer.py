@@ -12,6 +12,7 @@ ZERO = np.float32(0)
 
 
 def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x))"""
     return 1 / (1 + np.exp(-x))
 
 
@@ -27,6 +28,7 @@ def matmul_backward(dout: Array, x: Array, weight: Array) -> tuple[Array, Array]
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> tuple[Array, Saved]:
+    """x / sqrt(mean(x²) + eps) * weight"""
     inv = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
     normed = x * inv
     return normed * weight, (normed, inv, weight)
@@ -64,7 +66,7 @@ def scan(
     u: Array, delta: Array, A_log: Array, B: Array, C: Array, D: Array, z: Array
 ) -> tuple[Array, Saved]:
     """(y + D u) silu(z), where y[t] = C[t] h[t] and h[t] = exp(delta A) h[t-1] + delta B u."""
-    batch, seqlen, d_inner = u.shape
+    batch, seqlen, _ = u.shape
     A = -np.exp(A_log)
     decay = np.exp(delta.swapaxes(0, 1)[..., None] * A)  # time first, as all that the loop reads
     du = delta * u
@@ -127,7 +129,9 @@ class Mamba:
         out = h + matmul(g, p[f"{mixer}.out_proj.weight"])
         return out, (n, norm, u, conv, dt, g, scanned)
 
-    def block_backward(self, dout: Array, name: str, saved: Saved, grads: dict[str, Array]) -> Array:
+    def block_backward(
+        self, dout: Array, name: str, saved: Saved, grads: dict[str, Array]
+    ) -> Array:
         """dh; fills the block's own gradients."""
         n, norm, u, conv, dt, g, scanned = saved
         mixer = f"{name}.mixer"

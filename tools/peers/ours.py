@@ -8,9 +8,9 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-from measure import WARM_UP, Case, Peer, Work, until
+from measure import ADAMW, WARM_UP, Case, Peer, Work, until
 
-from wgsl_train import Device, MambaConfig, Model, TrainConfig, Trainer, request_device
+from wgsl_train import MambaConfig, Model, TrainConfig, Trainer, request_device
 from wgsl_train.encoder import Buffers, Encoder
 from wgsl_train.kernel import Tensor
 from wgsl_train.ops import linear, probe
@@ -22,7 +22,7 @@ from wgsl_train.plan import Layout, ParamSpec, Plan
 class Dispatches(Work):
     """A section of a plan, timed by the GPU's own clock where it has one.
 
-    out       tensors to compare, by name
+    values    what a run leaves, to compare
     prepare   writes inputs that a run changes
     """
 
@@ -81,7 +81,10 @@ class Ours(Peer):
 
     def step(self, case: Case) -> dict[str, Work]:
         config = MambaConfig(
-            **{name: getattr(case, name) for name in ("vocab_size", "d_model", "n_layer", "d_state")}
+            **{
+                name: getattr(case, name)
+                for name in ("vocab_size", "d_model", "n_layer", "d_state")
+            }
         )
         model = Model(config, request_device(quiet=True))
         model.load_state_dict(case.weights)
@@ -130,5 +133,65 @@ class Ours(Peer):
         return {
             "x_wt": work("out", lambda p, x, dy, out: linear.plan_forward(p, x, weight, out)),
             "dy_w": work("dx", lambda p, x, dy, dx: linear.plan_backward_x(p, dy, weight, dx)),
-            "dyt_x": work("dweight", lambda p, x, dy, dw: linear.plan_backward_weight(p, dy, x, dw)),
+            "dyt_x": work(
+                "dweight", lambda p, x, dy, dw: linear.plan_backward_weight(p, dy, x, dw)
+            ),
         }
+
+    def scan(self, case: Case) -> dict[str, Work]:
+        drawn, target = case.scan_inputs(), request_device(quiet=True).target
+        batch, seqlen, d_inner, d_state = case.batch, case.seqlen, case.d_inner, case.d_state
+        dt_rank = 4  # columns of x_dbl beside B and C; any will do
+        layout = Layout(
+            [ParamSpec("A_log", (d_inner, d_state)), ParamSpec("D", (d_inner,))], target
+        )
+        A_log, D = layout.param("A_log"), layout.param("D")
+        plan = Plan(layout, target)
+        u_delta, xz = (plan.persistent(n, (batch, seqlen, 2 * d_inner)) for n in ("u_delta", "xz"))
+        x_dbl = plan.persistent("x_dbl", (batch, seqlen, dt_rank + 2 * d_state))
+        g = selective_scan(
+            plan, u_delta, x_dbl, xz, A_log, D, dt_rank=dt_rank, d_state=d_state
+        )  # fmt: skip
+        plan.backward()
+        self._buffers = Buffers(request_device(quiet=True))
+        encoder = Encoder(self._buffers, plan, share_memory=False)
+        dt = np.zeros((batch, seqlen, dt_rank))
+        for tensor, parts in (
+            (u_delta, [drawn["u"], drawn["delta"]]),
+            (x_dbl, [dt, drawn["B"], drawn["C"]]),
+            (xz, [drawn["z"], drawn["z"]]),
+            (A_log, [drawn["A_log"]]),
+            (D, [drawn["D"]]),
+        ):
+            encoder.write(tensor, np.concatenate(parts, -1))
+
+        def gradients() -> dict[str, Any]:
+            def read(of: Tensor, *columns: int) -> list[Any]:
+                return np.split(encoder.read(plan.grad(of)), columns, -1)
+
+            du, ddt = read(u_delta, d_inner)
+            _, dB, dC = read(x_dbl, dt_rank, dt_rank + d_state)
+            _, dz = read(xz, d_inner)
+            params = {f"d{p.name}": encoder.read(layout.grad(p)) for p in (A_log, D)}
+            return {"du": du, "ddt": ddt, "dB": dB, "dC": dC, "dz": dz, **params}
+
+        return {
+            "forward": Dispatches(encoder, "forward", lambda: {"g": encoder.read(g)}),
+            "backward": Dispatches(
+                encoder, "backward", gradients, lambda: encoder.write(plan.grad(g), drawn["dg"])
+            ),
+        }
+
+    def copy(self, case: Case) -> dict[str, Work]:
+        device = request_device(quiet=True)
+        plan = Plan(Layout([], device.target), device.target)
+        x, out = plan.persistent("x", (case.n,)), plan.tensor("out", (case.n,))
+        plan.dispatch(probe.COPY, x=x, out=out)
+        self._buffers = Buffers(device)
+        encoder = Encoder(self._buffers, plan)
+        encoder.write(x, case.copy_input())
+        return {"copy": Dispatches(encoder, "forward", lambda: {"out": encoder.read(out)})}
+
+
+if __name__ == "__main__":
+    Ours().main()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..errors import ShapeError
 from ..kernel import Grid, Kernel, Target, Tensor, Values, ceil_div, round_up, spread
 from ..plan import Plan
-from .sum_partials import partial
+from .sum_partials import partial, sum_partials
 
 Activation = Literal["none", "softplus"]
 
@@ -34,7 +34,8 @@ def staged(
     swizzle: int = 8,
     warp_n: int = 8,
     prefetch: int = 0,
-) -> dict[str, int]:
+    packed: str = "",
+) -> dict[str, int | str]:
     """Tuning choices: operands are staged in workgroup memory.
 
     tile_m, tile_n, tile_k   outputs of a workgroup, and how deep it goes between barriers
@@ -43,6 +44,8 @@ def staged(
     swizzle                  tiles along m that are visited together
     warp_n                   of 32 neighbouring threads so many lie along n; 0: all that there are
     prefetch                 1: load the next operands to registers while computing
+    packed                   "a", "b", "ab": operands that are kept as they lie, though along k;
+                             the others are turned while they are staged
     """
     threads_m, threads_n = tile_m // thread_m, tile_n // thread_n
     if warp_n and (threads_n % warp_n or threads_m % (32 // warp_n)):
@@ -56,6 +59,7 @@ def staged(
         "swizzle": swizzle,
         "warp_n": warp_n,
         "prefetch": prefetch,
+        "packed": packed,
         "lanes": 0,
         "workgroup": threads_m * threads_n,
     }
@@ -63,7 +67,7 @@ def staged(
 
 def direct(
     thread_m: int, thread_n: int, lanes: int = 1, workgroup: int = 8, swizzle: int = 8
-) -> dict[str, int]:
+) -> dict[str, int | str]:
     """Tuning choices: operands come straight from storage, for adapters that are CPUs.
 
     thread_m, thread_n   outputs of a thread, multiples of 4; threads lie along m
@@ -101,45 +105,51 @@ _ADAPTERS = {
     "discrete": _Adapter(132, 40e12, 3e12),
 }
 
-# (choices, their speed relative to the best where there are enough of them)
+# (tile_m, tile_n, thread_m, thread_n, their speed relative to the best where there are enough)
 _STAGED = (
-    (staged(128, 128), 1.0),
-    (staged(128, 64), 0.95),
-    (staged(64, 64, thread_m=4, thread_n=4), 0.73),
-    (staged(64, 32, thread_m=4, thread_n=4), 0.6),
-    (staged(32, 32, thread_m=4, thread_n=4), 0.45),
-    (staged(16, 64, thread_m=4, thread_n=4), 0.4),
+    (128, 128, 8, 8, 1.0),
+    (128, 64, 8, 8, 0.95),
+    (64, 64, 4, 4, 0.73),
+    (64, 32, 4, 4, 0.6),
+    (32, 32, 4, 4, 0.45),
+    (16, 64, 4, 4, 0.4),
 )
 
 
 def _fastest(
-    target: Target, m: int, n: int, depth: int, parts: int = 1
-) -> tuple[float, dict[str, int]]:
+    target: Target, m: int, n: int, depth: int, parts: int = 1, packed: str = ""
+) -> tuple[float, dict[str, int | str]]:
     """Estimated seconds of a staged product and the tile that takes the least: what counts is
     how full the last wave of workgroups leaves the adapter."""
     adapter = _ADAPTERS[target.kind]
 
-    def seconds(choices: Values, speed: float) -> float:
-        waves = ceil_div(_tiles(m, n, choices) * parts, adapter.units)
-        work = 2 * choices["tile_m"] * choices["tile_n"] * ceil_div(depth, parts)
+    def seconds(tile_m: int, tile_n: int, speed: float) -> float:
+        waves = ceil_div(ceil_div(m, tile_m) * ceil_div(n, tile_n) * parts, adapter.units)
+        work = 2 * tile_m * tile_n * ceil_div(depth, parts)
         filling = 0.25  # waves' worth of time in which the adapter starts and drains
         return float((waves + filling) * work) / (adapter.flops / adapter.units * speed)
 
-    return min(((seconds(*tile), tile[0]) for tile in _STAGED), key=lambda item: item[0])
+    estimates = [(seconds(m_, n_, speed), m_, n_, tm, tn) for m_, n_, tm, tn, speed in _STAGED]
+    best, tile_m, tile_n, thread_m, thread_n = min(estimates)
+    # a packed tile is a quarter larger, which 16 KiB hold only half as deep
+    tile_k = 16 if not packed or target.max_workgroup_memory >= 32768 else 8
+    choices = staged(tile_m, tile_n, tile_k, thread_m, thread_n, prefetch=1, packed=packed)
+    return best, choices
 
 
 def _choose(
-    m: str, n: str, depth: str, tall: bool = False
-) -> Callable[[Target, Values], dict[str, int]]:
+    m: str, n: str, depth: str, packed: str = "", tall: bool = False
+) -> Callable[[Target, Values], dict[str, int | str]]:
     """Tuning choices for a product of the sizes that these dims or options have.
 
+    packed which operands are kept as they lie; see `staged`
     tall   the rows of a are neighbours in memory: on a CPU a thread then takes more of them, so
            that more of a page of memory is read while it is at hand
     """
 
-    def choose(target: Target, v: Values) -> dict[str, int]:
+    def choose(target: Target, v: Values) -> dict[str, int | str]:
         if target.kind != "cpu":
-            return _fastest(target, v[m], v[n], v[depth], v.get("parts", 1))[1]
+            return _fastest(target, v[m], v[n], v[depth], v.get("parts", 1), packed)[1]
         if target.lanes != 8:
             return direct(8, 8)
         widths = [32, 40, 24, 16, 8]  # the first of those that waste the fewest columns
@@ -185,7 +195,7 @@ FORWARD = Kernel(
     },
     writes={"out": "*rows out_stride"},
     options={"x_start": 0, "out_start": 0, "activation": "none"},
-    choose=_choose("rows", "d_out", "d_in"),
+    choose=_choose("rows", "d_out", "d_in", packed="ab"),
     grid=_grid("rows", "d_out"),
     vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, out=_OUT),
     flops=_flops,
@@ -202,6 +212,20 @@ BACKWARD_X = Kernel(
     vec4=_vec4(dout=_DOUT, weight=("d_in",), dx=("dx_start", "dx_stride", "d_in")),
     flops=_flops,
     traffic=lambda v: 4 * (v["rows"] * (2 * v["d_in"] + v["d_out"]) + v["d_out"] * v["d_in"]),
+)
+
+BACKWARD_X_PARTIAL = Kernel(
+    "linear_backward_x_partial",
+    reads={"dout": "*rows dout_stride", "weight": "d_out d_in"},
+    writes={"dx_partials": "parts part_stride"},
+    options={"dout_start": 0},
+    choose=_choose("rows", "d_in", "d_out"),
+    grid=_grid("rows", "d_in"),
+    vec4=_vec4(dout=_DOUT, weight=("d_in",), dx_partials=("d_in", "part_stride")),
+    flops=_flops,
+    traffic=lambda v: (
+        4 * (v["rows"] * (v["parts"] * v["d_in"] + v["d_out"]) + v["d_out"] * v["d_in"])
+    ),
 )
 
 BACKWARD_WEIGHT = Kernel(
@@ -279,10 +303,23 @@ def plan_backward_x(
 
     dout (*, d_out), weight (d_out, d_in), dx (*, d_in). Raises ShapeError where they do not fit,
     or where some columns of a gradient would be overwritten and the others left unwritten.
+    Where the tiles of dx are too few to fill the adapter the sum is split in parts.
     """
     d_out, d_in = weight.shape
     dout = _columns(dout, d_out, "linear_backward_x: dout")
     dx = _columns(dx, d_in, "linear_backward_x: dx")
+    rows = dout.tensor.size // dout.tensor.shape[-1]
+    parts = _parts(plan.target, rows, d_in, d_out)
+    if parts > 1 and dx.width == dx.tensor.shape[-1]:
+        plan.dispatch(
+            BACKWARD_X_PARTIAL,
+            dout=dout.tensor,
+            weight=weight,
+            dx_partials=partial(plan, dx.tensor, parts),
+            dout_start=dout.start,
+        )
+        sum_partials(plan)
+        return
     plan.dispatch(
         BACKWARD_X,
         dout=dout.tensor,
@@ -336,20 +373,20 @@ def plan_backward_weight(
     )
 
 
-def _parts(target: Target, d_out: int, d_in: int, rows: int) -> int:
-    """How many parts the rows are split into, so that dweight's few tiles fill the adapter.
+def _parts(target: Target, m: int, n: int, depth: int) -> int:
+    """How many parts a sum over `depth` is split into, so that few tiles fill the adapter.
 
     Weighs the waves of workgroups against writing and reading the partial sums.
     """
     if target.kind == "cpu":
         return 1
-    adapter, nbytes = _ADAPTERS[target.kind], 4 * d_out * d_in
+    adapter, nbytes = _ADAPTERS[target.kind], 4 * m * n
 
     def seconds(parts: int) -> float:
         sums = (2 * parts + 2) * nbytes / adapter.bandwidth if parts > 1 else 0.0
-        return _fastest(target, d_out, d_in, rows, parts)[0] + sums
+        return _fastest(target, m, n, depth, parts)[0] + sums
 
-    most = min(rows // 64, target.usable_binding // (2 * nbytes), 128)
+    most = min(depth // 64, target.usable_binding // (2 * nbytes), 128)
     return min(range(1, max(1, most) + 1), key=seconds)
 
 

@@ -20,7 +20,7 @@ from ..plan import Plan
 
 CHUNK = 32  # steps between the states that are kept
 MAX_STATE = 1024
-WORKGROUPS = {"portable": 64, "cpu": 2, "discrete": 256}  # that fill an adapter, by its kind
+WORKGROUPS = {"portable": 64, "cpu": 2, "discrete": 1536}  # that fill an adapter, by its kind
 
 Discretization = Literal["euler", "zoh"]
 

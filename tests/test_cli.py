@@ -1,0 +1,569 @@
+"""The command line: what each command does, and what it says where it cannot."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+import wgsl_train as wt
+from wgsl_train import checkpoint, cli
+from wgsl_train.config import MambaConfig, TrainConfig
+from wgsl_train.device import AdapterInfo
+from wgsl_train.errors import ConfigError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+TEXT = b"the quick brown fox jumps over the lazy dog. " * 40
+SIZES = ("--d-model=8", "--n-layer=1", "--d-state=4", "--batch-size=2", "--seq-len=16")
+
+
+class Result:
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path, device):
+    """Calls the command line in this process, in an empty folder, on the session's device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "request_device", lambda *a, **k: device)
+    (tmp_path / "text.txt").write_bytes(TEXT)
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["wgsl-train", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        seen = capsys.readouterr()
+        assert "Traceback" not in seen.out + seen.err
+        return Result(code, seen.out, seen.err)
+
+    return call
+
+
+@pytest.fixture
+def train(run):
+    """`wgsl-train train` of a tiny model on text.txt."""
+
+    def call(*args, data="text.txt", out="run", steps=3):
+        return run("train", "--data", data, "--out", out, *SIZES, f"--steps={steps}", *args)
+
+    return call
+
+
+def spawn(*args, **env):
+    """The command line in a process of its own; None removes a variable."""
+    merged = {k: v for k, v in {**os.environ, **env}.items() if v is not None}
+    done = subprocess.run(
+        [sys.executable, "-m", "wgsl_train", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=merged,
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def refuses(result, message, code=1):
+    """One message, at the end of the error output, and the exit code that is documented."""
+    assert result.code == code, result.err
+    assert re.search(message, result.err), result.err
+    assert result.err.lower().count("error: ") == 1
+
+
+def log(out="run"):
+    with open(f"{out}/metrics.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+# Training
+
+
+def test_training_says_what_it_does_and_keeps_the_log(train):
+    done = train("--eval-fraction=0.1", "--log-every=2", steps=5)
+    assert done.code == 0, done.err
+    assert re.search(r"^adapter    .*(Vulkan|Metal|D3D12)", done.err, re.M)
+    assert "parameters: d_model 8, 1 layers, vocabulary 256, euler" in done.err
+    assert "precision  f32" in done.err
+    assert "1,620 tokens, 180 held out; 5 steps of 2 x 16 tokens" in done.err
+    assert re.search(r"memory     [\d.]+ MiB planned: parameters", done.err)
+    shown = re.findall(
+        r"^step (\d)/5  loss [\d.]+  lr \S+  norm \S+  [\d,]+ tokens/s", done.err, re.M
+    )
+    assert shown == ["1", "2", "4", "5"]
+    assert re.search(r"^step 4/5 .*  left \d+:\d\d:\d\d$", done.err, re.M)
+    assert re.search(
+        r"^step 5: eval loss [\d.]+, perplexity [\d.]+, [\d.]+ bits a token$", done.err, re.M
+    )
+    assert "saved      run/checkpoint-5" in done.err
+    assert done.out == ""
+    records = log()
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 5]
+    assert {"step", "loss", "lr", "grad_norm", "tokens_per_s"} <= records[0].keys()
+    assert {"eval_loss", "perplexity", "bits_per_token"} <= records[-1].keys()
+    assert records[0]["loss"] == pytest.approx(np.log(256), rel=0.05)
+    files = {p.name for p in checkpoint.latest("run").iterdir()}
+    assert files == {
+        "config.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "trainer_state.json",
+    }
+
+
+def test_several_paths_and_patterns(run, train, tmp_path):
+    for name in ("a.txt", "b.txt", "c.md"):
+        (tmp_path / name).write_bytes(TEXT[:100])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "d.txt").write_bytes(TEXT[:50])
+    for paths, count in [
+        (["--data", "a.txt", "b.txt", "c.md"], 300),
+        (["--data", "[ab].txt", "folder", "--data", "c.md"], 350),
+        (["--data=a.txt", "b.txt"], 200),
+    ]:
+        done = run("train", *paths, "--dry-run", *SIZES)
+        assert done.code == 0, done.err
+        assert f"data       {count} tokens" in done.err
+
+
+def test_epochs_are_one_by_default(run):
+    done = run("train", "--data", "text.txt", "--dry-run", *SIZES)
+    assert "; 57 steps of" in done.err  # 112 chunks by 2, and the rest
+    done = run("train", "--data", "text.txt", "--dry-run", *SIZES, "--epochs=3")
+    assert "; 171 steps of" in done.err
+
+
+def test_dry_run_prints_the_plan_and_trains_nothing(train, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "Model", None)
+    done = train("--dry-run", "--weight-decay=0.05")
+    assert done.code == 0, done.err
+    for section in ("forward: ", "backward: ", "update: "):
+        assert section in done.out
+    assert "scan_forward" in done.out
+    decayed, spared = done.out.split("weight decay 0.05: ")[1].split("weight decay 0.0: ")
+    assert "mixer.in_proj.weight (32, 8)" in decayed
+    assert "embeddings.weight" in decayed
+    for name in ("A_log", "mixer.D", "norm.weight", "norm_f.weight", "conv1d.bias", "dt_proj.bias"):
+        assert name in spared
+        assert name not in decayed
+    assert re.search(r"memory: [\d.]+ MiB planned", done.out)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_come_from_files_and_flags_override_them(run, tmp_path):
+    (tmp_path / "run.toml").write_text(
+        "[model]\nd_model = 8\nn_layer = 1\nd_state = 4\n[train]\nepochs = 2\nseq_len = 16\n"
+        'batch_size = 2\nmemory_budget = "1 GiB"\n[data]\npaths = "text.txt"\ndtype = "uint32"\n'
+    )
+    done = run("train", "--config", "run.toml", "--dry-run")
+    assert "; 114 steps of 2 x 16" in done.err
+    done = run(
+        "train", "--config", "run.toml", "--dry-run", "--steps=9", "--batch-size=4", "--d-state=3"
+    )
+    assert "; 9 steps of 4 x 16" in done.err
+    (tmp_path / "ids.bin").write_bytes(np.arange(100, dtype="<u4").tobytes())
+    done = run("train", "--config", "run.toml", "--dry-run", "--data", "ids.bin")
+    assert "data       100 tokens" in done.err
+
+
+def test_token_files(run):
+    np.save("ids.npy", np.arange(200) % 30)
+    (np.arange(300) % 30).astype("<u2").tofile("ids.bin")
+    for name, count in (("ids.npy", 200), ("ids.bin", 300)):
+        done = run("train", "--data", name, "--vocab-size=30", "--dry-run", *SIZES)
+        assert f"data       {count} tokens" in done.err
+
+
+def test_a_tokenizer_is_kept_with_the_run(run, train, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {w: i for i, w in enumerate(["[UNK]", *sorted({*TEXT.decode().split()})])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save("words.json")
+    assert train("--tokenizer=words.json").code == 0
+    shutil.move("words.json", "elsewhere.json")
+    done = run("generate", "run", "--prompt", "quick", "--max-new-tokens=3", "--temperature=0")
+    assert done.code == 0, done.err
+    assert len(done.out.split()) == 4
+    assert set(done.out.split()) <= {*words}
+    assert run("eval", "run", "--data", "text.txt", "--seq-len=16").code == 0
+    assert train("--resume", "--steps=4").code == 0
+    kept = Path("run/tokenizer.json").read_bytes()
+    Path("elsewhere.json").write_bytes(kept.replace(b"quick", b"quack"))
+    assert train("--resume", "--steps=5", "--tokenizer=elsewhere.json").code == 0
+    assert Path("run/tokenizer.json").read_bytes() == kept
+
+
+# Resuming
+
+
+def test_resuming_goes_on_under_the_run_s_own_settings(run, train):
+    assert train("--lr=0.003", "--stop-after=2").code == 0
+    assert [r["step"] for r in log()] == [1, 2]
+    done = run("train", "--data", "text.txt", "--out=run", "--resume")
+    assert done.code == 0, done.err
+    assert "resuming   run/checkpoint-2" in done.err
+    assert [r["step"] for r in log()] == [1, 2, 3]
+    assert [r["lr"] for r in log()] == pytest.approx([0.003] * 3)
+    done = run("train", "--data", "text.txt", "--out=run", "--resume")
+    assert done.code == 0
+    assert "nothing to do: step 3 of 3 is reached" in done.err
+    done = run("train", "--data", "text.txt", "--out=run", "--resume", "--steps=5", "--lr=0.001")
+    assert done.code == 0
+    assert log()[-1]["lr"] == pytest.approx(0.001)
+    assert log()[-1]["step"] == 5
+
+
+def test_what_resuming_refuses(run, train, tmp_path):
+    refuses(train("--resume"), "run has no whole checkpoint to resume from")
+    assert train().code == 0
+    refuses(train(), "run holds a run already: .*--resume")
+    refuses(train("--resume", "--d-model=16"), "d_model is 16, but run/checkpoint-3 has 8")
+    refuses(train("--resume", "--seq-len=8"), "trained with seq_len 16, not 8")
+    refuses(train("--resume", "--seed=3"), "trained with seed 0, not 3")
+    (tmp_path / "other.txt").write_bytes(TEXT[:-1])
+    refuses(train("--resume", "--steps=9", data="other.txt"), "1,800 tokens, these data have 1,799")
+    refuses(train("--resume", "--from-pretrained=run"), "either --resume or", code=2)
+    assert train("--resume", steps=4).code == 0
+    weights = tmp_path / "run" / "checkpoint-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    done = train("--resume", steps=5)  # goes on from the one before
+    assert done.code == 0, done.err
+    assert "warning: checkpoint-4 is passed over: " in done.err
+    assert "resuming   run/checkpoint-3" in done.err
+    for folder in checkpoint.checkpoints("run"):
+        (folder / "model.safetensors").write_bytes(b"")
+    refuses(train("--resume", steps=6), "no whole checkpoint")
+
+
+def test_fine_tuning_starts_from_a_model(run, train):
+    assert train("--lr=0.01", steps=20).code == 0
+    done = train("--from-pretrained=run", out="tuned")
+    assert done.code == 0, done.err
+    assert log("tuned")[0]["loss"] < log("run")[0]["loss"] - 0.2
+    assert log("tuned")[0]["step"] == 1
+    refuses(train("--from-pretrained=run", "--n-layer=2", out="x"), "n_layer is 2, but .* has 1")
+    refuses(train("--from-pretrained=nowhere", out="x"), "nowhere: no such folder")
+
+
+# What is refused
+
+USAGE = 2
+BAD = [
+    (["--data=nowhere.txt"], "nowhere.txt: no such file or folder", 1),
+    (["--data=*.none"], r"\*.none: no file there that holds anything", 1),
+    (["--data=empty.txt"], "empty.txt: the file is empty", 1),
+    (["--data=one.txt"], "has 1 token; at least 2 are needed", 1),
+    (["--data=text.txt", "--tokenizer=none.json"], "none.json: cannot be read as a tokenizer", 1),
+    (["--data=text.txt", "--tokenizer=text.txt"], "text.txt: not a tokenizer.json", 1),
+    (["--data=latin1.txt", "--tokenizer=words.json"], "latin1.txt: byte 2 is not UTF-8 text", 1),
+    (["--data=ids.npy"], "ids.npy: token 256 at position 7, outside the vocabulary of 256", 1),
+    (["--data=text.txt", "--vocab-size=100"], r"text.txt: token \d+ at position \d+, outside", 1),
+    (["--data=floats.npy"], "floats.npy: holds float64", 1),
+    (["--data=odd.bin"], "odd.bin: 3 bytes are no whole number of uint16 ids", 1),
+    (["--data=ids.npy", "text.txt"], "holds token ids and .* text; train on one kind", 1),
+    (["--data=ids.npy", "--dtype=uint8"], "uint8", USAGE),
+    (["--data=text.txt", "--steps=1", "--epochs=1"], "steps is 1 and epochs is 1", 1),
+    (["--data=text.txt", "--lr=-1"], "lr is -1.0; allowed: a number from 0.0 to 10.0", 1),
+    (["--data=text.txt", "--lr=fast"], "Invalid value for '--lr'", USAGE),
+    (["--data=text.txt", "--schedule=step"], "schedule is 'step'; allowed: 'constant' or", 1),
+    (["--data=text.txt", "--dt-rank=big"], "dt_rank is 'big'; allowed: an integer", 1),
+    (["--data=text.txt", "--d-model=0"], "d_model is 0; allowed: an integer from 1", 1),
+    (["--data=text.txt", "--a-log-clamp", "5", "-10"], "a_log_clamp is .*low < high", 1),
+    (["--data=text.txt", "--gradient-accumulation=0"], "gradient_accumulation is 0", 1),
+    (["--data=text.txt", "--eval-fraction=0.0001"], "the evaluation part has 0 tokens", 1),
+    (["--data=text.txt", "--memory-budget=lots"], "memory_budget is 'lots'; allowed: bytes", 1),
+    (["--data=text.txt", "--memory-budget=10kB"], r"memory budget is 10,000: [\d,]+ bytes are miss", 3),
+    (["--data=text.txt", "--learning-rate=1"], "No such option: --learning-rate", USAGE),
+    (["--data=text.txt", "--stop-after=0"], "Invalid value for '--stop-after'", USAGE),
+    (["--data=text.txt", "stray", "--steps=1", "stray"], "Got unexpected extra argument", USAGE),
+    ([], "--data: files to train on are needed", USAGE),
+    (["--data=text.txt", "--out=text.txt"], "text.txt: cannot be written: File exists", 1),
+    (["--data=text.txt", "--out=text.txt/run"], "cannot be written: Not a directory", 1),
+    (["--data=text.txt", "--config=none.toml"], "none.toml: cannot be read", 1),
+    (["--data=text.txt", "--config=text.txt"], "text.txt: not TOML", 1),
+    (["--data=text.txt", "--config=key.toml"], "has no 'learning_rate'; known: lr", 1),
+    (["--data=text.txt", "--config=near.toml"], "has no 'warmup_step'; did you mean 'warmup_steps'", 1),
+    (["--data=text.txt", "--config=table.toml"], "has no 'optimizer'; ", 1),
+    (["--data=text.txt", "--config=value.toml"], "log_every is 'often'; allowed: an integer", 1),
+    (["--config=data.toml"], r"\[data\] has no 'path'; did you mean 'paths'", 1),
+    (["--config=dtype.toml"], r"\[data\] dtype is 'int8'; allowed: 'uint16' or 'uint32'", 1),
+    (["--config=paths.toml"], r"\[data\] paths is 5; allowed: a list of paths", 1),
+]  # fmt: skip
+FILES = {
+    "empty.txt": b"",
+    "one.txt": b"x",
+    "latin1.txt": b"ab\xe9cd",
+    "odd.bin": b"abc",
+    "words.json": b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}',
+    "key.toml": b"[train]\nlearning_rate = 1\n",
+    "near.toml": b"[train]\nwarmup_step = 1\n",
+    "table.toml": b"[optimizer]\nlr = 1\n",
+    "value.toml": b'[train]\nlog_every = "often"\n',
+    "data.toml": b'[data]\npath = "text.txt"\n',
+    "dtype.toml": b'[data]\npaths = ["text.txt"]\ndtype = "int8"\n',
+    "paths.toml": b"[data]\npaths = 5\n",
+}
+
+
+@pytest.mark.parametrize(
+    "args, message, code", BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else ""
+)
+def test_bad_input_is_one_message(run, tmp_path, args, message, code):
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    np.save("ids.npy", np.array([0, 1, 2, 3, 4, 5, 6, 256]))
+    np.save("floats.npy", np.zeros(5))
+    small = [o for o in SIZES if o.split("=")[0] not in " ".join(args)]
+    before = sorted(tmp_path.iterdir())
+    refuses(run("train", *args, *small), message, code)
+    assert sorted(tmp_path.iterdir()) == before  # not even an empty run folder is left
+
+
+def test_a_log_that_cannot_be_written(train, tmp_path):
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    refuses(train(), r"run/metrics.jsonl: cannot be written: ")
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_models_that_cannot_be_loaded(run, train, tmp_path, command):
+    rest = ["--data", "text.txt"] if command == "eval" else ["--prompt", "a"]
+    refuses(run(command, "nowhere", *rest), "nowhere: no such folder")
+    (tmp_path / "empty").mkdir()
+    refuses(run(command, "empty", *rest), "empty")
+    assert train().code == 0
+    weights = tmp_path / "run" / "checkpoint-3" / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:100])
+    refuses(run(command, "run", *rest), "none of its checkpoints is whole")
+    refuses(run(command, "run/checkpoint-3", *rest), "model.safetensors: damaged")
+    weights.write_bytes(data)
+    config = tmp_path / "run" / "checkpoint-3" / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"state_size": 5}))
+    refuses(
+        run(command, "run", *rest), r"is \(9, 16\), the configuration makes it \(11, 16\).*d_state"
+    )
+    config.write_text(json.dumps({k: v for k, v in fields.items() if k != "hidden_size"}))
+    refuses(run(command, "run", *rest), "hidden_size")
+
+
+# The other commands
+
+
+def test_evaluating(run, train):
+    assert train("--eval-fraction=0.25", "--lr=0.01").code == 0
+    Path("part.txt").write_bytes(TEXT[-450:])
+    done = run("eval", "run", "--data", "part.txt", "--seq-len=16", "--batch-size=2")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    wanted = {k: v for k, v in log()[-1].items() if k != "step"}
+    assert found == pytest.approx(wanted)
+    assert found["eval_tokens"] == 449
+    refuses(run("eval", "run"), "Missing option '--data'", USAGE)
+    refuses(run("eval", "--data", "part.txt"), "(?i)missing argument 'model'", USAGE)
+    refuses(run("eval", "run", "--data", "none.txt"), "none.txt: no such file")
+
+
+def test_generating(run, train, monkeypatch):
+    assert train("--lr=0.02", steps=30).code == 0
+    ask = ("generate", "run", "--prompt", "the ", "--max-new-tokens", "20")
+    done = run(*ask, "--seed=7")
+    assert done.code == 0, done.err
+    assert done.out.startswith("the ")
+    assert done.out.endswith("\n")
+    assert run(*ask, "--seed=7").out == done.out
+    assert run(*ask, "--seed=8").out != done.out
+    assert run(*ask, "--temperature=0").out == run(*ask, "--temperature=0", "--seed=5").out
+    assert run("generate", "run", "--prompt", "the ", "--max-new-tokens=0").out == "the \n"
+
+    def from_input(data):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return run("generate", "run", "--prompt", "-", "--max-new-tokens=20", "--seed=7")
+
+    assert from_input(b"the ").out == done.out
+    refuses(from_input(b"th\xff"), "standard input: byte 2 is not UTF-8")
+    refuses(from_input(b""), "the prompt is empty")
+    refuses(run("generate", "run", "--prompt", ""), "the prompt is empty")
+    refuses(run("generate", "run"), "Missing option '--prompt'", USAGE)
+    for option, message in {
+        "--temperature=-1": "temperature is -1.0, must be 0 or more",
+        "--temperature=nan": "temperature is nan",
+        "--top-p=0": r"top_p is 0.0, must be in \(0, 1\]",
+        "--top-k=-1": "top_k is -1",
+    }.items():
+        refuses(run(*ask, option), message)
+
+
+def test_characters_of_several_bytes_come_whole():
+    ids = "aé€😀z".encode()
+
+    def pieces(prompt, data):
+        return [p for p in cli._pieces(wt.data.ByteTokenizer(), list(prompt), iter(data)) if p]
+
+    assert pieces("über€".encode(), ids) == ["a", "é", "€", "😀", "z"]
+    assert "".join(pieces(b"", ids[:-2])) == "aé€\ufffd"
+    assert "".join(pieces(b"a", bytes([0xFF]) * 20 + b"ok")) == "\ufffd" * 20 + "ok"
+
+
+def test_devices_and_doctor(run):
+    done = run("devices")
+    assert done.code == 0
+    assert re.match(r"0: .+ \(\w+, (Vulkan|Metal|D3D12)", done.out)
+    done = run("doctor")
+    assert done.code == 0, done.out
+    for part in (
+        "python 3.",
+        "wgpu 0.",
+        "adapters",
+        "chosen",
+        "max_binding",
+        "shader-f16",
+        "AdamW step",
+    ):
+        assert part in done.out
+    assert len(re.findall(r"^  \S.* {2,}right$", done.out, re.M)) == 6
+    assert done.out.endswith("all is well\n")
+
+
+def test_the_doctor_sees_a_wrong_kernel(run, monkeypatch):
+    from wgsl_train import doctor
+
+    monkeypatch.setitem(doctor._TESTS, "norm", lambda device: (np.array([1.0]), np.array([1.1])))
+    done = run("doctor")
+    assert done.code == 3
+    assert "norm             WRONG: [1.0], must be [1.1]" in done.out
+    assert "not sound: update the driver" in done.out
+
+
+def test_the_doctor_does_not_trust_adapters_known_to_be_wrong(run, monkeypatch, device):  # D16
+    monkeypatch.setattr(device, "name", "Apple Paravirtual device")
+    monkeypatch.setattr("wgsl_train.doctor.request_device", lambda *a, **k: device)
+    done = run("doctor")
+    assert done.code == 3
+    assert "not trusted" in done.out
+
+
+def test_version_and_help(run):
+    assert run("--version").out.strip() == wt.__version__
+    for command in ("train", "eval", "generate", "devices", "doctor"):
+        done = run(command, "--help")
+        assert done.code == 0
+        assert done.out.startswith(f"Usage: wgsl-train {command}")
+    assert "Ends with 0 where all went well" in run("--help").out
+    refuses(run("trian"), "No such command 'trian'", USAGE)
+    assert run().code in (0, 2)
+
+
+def test_every_option_has_help(run):
+    """A field of a configuration that its docstring does not describe is found here."""
+    for cls in (MambaConfig, TrainConfig):
+        described = cli._field_help(cls)
+        assert [f.name for f in fields(cls) if not described.get(f.name)] == []
+    commands = typer.main.get_command(cli.app).commands
+    assert set(commands) == {"train", "eval", "generate", "devices", "doctor"}
+    for name, command in commands.items():
+        assert [p.name for p in command.params if not p.help] == [], name
+    for name in commands:
+        text = run(name, "--help").out
+        assert "None" not in text
+        assert max(map(len, text.splitlines())) <= 80
+
+
+# Adapters
+
+
+def test_no_adapter(tmp_path):  # D01
+    """One message: what is missing, what to install, and that the environment has a say in it."""
+    empty = tmp_path / "empty.json"
+    empty.write_text("")
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    variables = {"VK_DRIVER_FILES": str(empty), "VK_ICD_FILENAMES": str(empty)}
+    for args in (
+        ["train", "--data", tmp_path / "text.txt", "--out", tmp_path / "run"],
+        ["devices"],
+    ):
+        done = spawn(*args, **variables)
+        refuses(done, "no WebGPU adapter was found.*\n.*Linux", code=3)
+        assert "mesa-vulkan-drivers" in done.err
+        assert "VK_DRIVER_FILES, VK_ICD_FILENAMES" in done.err
+        assert done.out == ""
+    assert not (tmp_path / "run").exists()
+    done = spawn("doctor", **variables)
+    assert done.code == 3
+    assert "mesa-vulkan-drivers" in done.out
+    assert "VK_DRIVER_FILES" in done.out
+
+
+def adapters(*kinds):
+    return [AdapterInfo(i, f"Card {i} of {k}", k, "Vulkan", "", None) for i, k in enumerate(kinds)]
+
+
+def test_choosing_an_adapter(run, monkeypatch):  # D02, D03
+    monkeypatch.setattr(cli, "request_device", wt.device.request_device)
+    monkeypatch.setattr("wgsl_train.device.list_adapters", lambda: adapters("CPU", "CPU"))
+    command = ("train", "--data", "text.txt")
+    refuses(run(*command, "--require-gpu"), "Card 0 of CPU is a CPU adapter, and a GPU is req", 3)
+    refuses(run(*command, "--device=2"), r"no adapter 2; there are 0..1:\n  0: Card 0", 3)
+    refuses(run(*command, "--device=card"), "several adapters' names contain 'card'; choose by", 3)
+    refuses(run(*command, "--device=geforce"), "no adapter's name contains 'geforce'; choose", 3)
+    monkeypatch.setenv("WGSL_TRAIN_ADAPTER", "radeon")
+    refuses(run(*command), "no adapter's name contains 'radeon'", 3)
+    refuses(run("doctor", "--device=9"), "no adapter 9", 3)
+
+
+def test_a_cpu_adapter_gets_one_warning_line(tmp_path):  # D02
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    command = ("train", "--data", tmp_path / "text.txt", "--dry-run", *SIZES)
+    loud, quiet = spawn(*command), spawn(*command, "--allow-cpu-adapter")
+    assert loud.code == quiet.code == 0
+    if re.search(r"^adapter .*\(CPU,", loud.err, re.M):
+        assert loud.err.count("warning: ") == 1
+        assert "emulates a GPU on the CPU" in loud.err
+    assert "warning" not in quiet.err
+
+
+# Parts
+
+
+def test_sizes_in_bytes():
+    for text, size in {
+        "1073741824": 1 << 30, "8GiB": 8 << 30, "8 GiB": 8 << 30, "1.5gib": 3 << 29, "2GB": 2 * 10**9,
+        "500MB": 500 * 10**6, "64k": 64000, "64KiB": 65536, "1TiB": 1 << 40, "12B": 12,
+    }.items():  # fmt: skip
+        assert cli.parse_bytes(text) == size, text
+    for text in ("", "8GiBs", "-1", "GiB", "1e9", "8PiB", "nan"):
+        with pytest.raises(ConfigError, match="memory_budget"):
+            cli.parse_bytes(text)
+
+
+def test_spreading_data():
+    assert cli._spread_data(["train", "--data", "a", "b", "--out", "x", "y"]) == [
+        "train", "--data", "a", "--data", "b", "--out", "x", "y",
+    ]  # fmt: skip
+    assert cli._spread_data(["--data=a", "b", "-", "--steps=1"]) == [
+        "--data=a", "--data", "b", "--data", "-", "--steps=1",
+    ]  # fmt: skip
+
+
+def test_a_reader_that_goes_away(tmp_path):
+    done = subprocess.run(
+        f"{sys.executable} -m wgsl_train train --help | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("Usage")
+    assert "Traceback" not in done.stderr
