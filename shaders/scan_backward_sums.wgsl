@@ -4,9 +4,22 @@ $$ set x_dbl_count = batch * seqlen * d_x_dbl
 $$ set count = x_dbl_count + (d_inner * (d_state + 1) if "dA_log" in bound or "dD" in bound else 0)
 $$ set parameters = batch * seqlen * blocks * 8 * groups
 
+// 8 parts at a time, so that their loads overlap.
 fn sum(from_index: u32, parts: u32, stride: u32) -> f32 {
     var s = 0.0;
-    for (var p = 0u; p < parts; p++) { s += partials[from_index + p * stride]; }
+    var at = from_index;
+    var p = 0u;
+    for (; p + 7u < parts; p += 8u) {
+$$ for j in range(8)
+        let a{{ j }} = partials[at + {{ j }}u * stride];
+$$ endfor
+        s += ((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7));
+        at += 8u * stride;
+    }
+    for (; p < parts; p++) {
+        s += partials[at];
+        at += stride;
+    }
     return s;
 }
 

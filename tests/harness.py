@@ -139,7 +139,10 @@ def run(
 
 
 def compare(
-    variant: Variant, arrays: oracle.Arrays, expected: oracle.Arrays, got: oracle.Arrays,
+    variant: Variant,
+    arrays: oracle.Arrays,
+    expected: oracle.Arrays,
+    got: oracle.Arrays,
     accumulate: bool = True,
 ) -> list[str]:
     """Where the GPU's results differ from the oracle's: one line a binding, first wrong element."""
@@ -156,7 +159,11 @@ def compare(
             want = want + arrays[binding].reshape(want.shape)
             before = arrays[binding].reshape(want.shape)
         else:
-            before = arrays[binding].reshape(want.shape) if binding in wanted else np.full(want.shape, np.nan)
+            before = (
+                arrays[binding].reshape(want.shape)
+                if binding in wanted
+                else np.full(want.shape, np.nan)
+            )
         want = np.where(untouched, before, want)
         scale = np.sqrt(np.mean(np.square(want[~untouched]))) if (~untouched).any() else 0.0
         with np.errstate(invalid="ignore"):
@@ -172,7 +179,9 @@ def compare(
     return faults
 
 
-def check(variant: Variant, buffers: Buffers, rng: np.random.Generator, accumulate: bool = True) -> None:
+def check(
+    variant: Variant, buffers: Buffers, rng: np.random.Generator, accumulate: bool = True
+) -> None:
     """Assert that the kernel equals its oracle."""
     arrays = draw(variant, rng)
     expected = expect(variant, arrays)

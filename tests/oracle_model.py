@@ -98,7 +98,9 @@ def loss_and_grads(config, weights, tokens, targets):
         x, z = xz[..., :inner], xz[..., inner:]
         padded = np.concatenate([np.zeros((batch, K - 1, inner)), x], 1)
         conv = w[m + "conv1d.weight"][:, 0]
-        pre = sum(padded[:, k : k + seqlen] * conv[:, k] for k in range(K)) + bias(m + "conv1d.bias")
+        pre = sum(padded[:, k : k + seqlen] * conv[:, k] for k in range(K)) + bias(
+            m + "conv1d.bias"
+        )
         u = pre * sigmoid(pre)
         x_dbl = u @ w[m + "x_proj.weight"].T + bias(m + "x_proj.bias")
         dt, B, C = np.split(x_dbl, [R, R + N], -1)
@@ -113,7 +115,29 @@ def loss_and_grads(config, weights, tokens, targets):
         gate = z * sigmoid(z)
         gated = y * gate
         out = gated @ w[m + "out_proj.weight"].T + bias(m + "out_proj.bias")
-        saved.append((h, n, inv, x, z, padded, pre, u, x_dbl, dt, B, C, full, delta, A, y, states, gate, gated))
+        saved.append(
+            (
+                h,
+                n,
+                inv,
+                x,
+                z,
+                padded,
+                pre,
+                u,
+                x_dbl,
+                dt,
+                B,
+                C,
+                full,
+                delta,
+                A,
+                y,
+                states,
+                gate,
+                gated,
+            )
+        )
         h = h + out
     nf, inv_f = rms_norm(h, w["backbone.norm_f.weight"], c.norm_eps)
     head = "backbone.embeddings.weight" if c.tie_embeddings else "lm_head.weight"
@@ -126,7 +150,9 @@ def loss_and_grads(config, weights, tokens, targets):
     count = max(1, counted.sum())
     loss = -(picked * counted).sum() / count
     dlogits = np.exp(logp)
-    np.put_along_axis(dlogits, safe[..., None], np.take_along_axis(dlogits, safe[..., None], -1) - 1, -1)
+    np.put_along_axis(
+        dlogits, safe[..., None], np.take_along_axis(dlogits, safe[..., None], -1) - 1, -1
+    )
     dlogits *= counted[..., None] / count
 
     def linear_backward(dout, x, name):
@@ -143,7 +169,9 @@ def loss_and_grads(config, weights, tokens, targets):
     for i in reversed(range(c.n_layer)):
         p = f"backbone.layers.{i}."
         m = p + "mixer."
-        h, n, inv, x, z, padded, pre, u, x_dbl, dt, B, C, full, delta, A, y, states, gate, gated = saved[i]
+        h, n, inv, x, z, padded, pre, u, x_dbl, dt, B, C, full, delta, A, y, states, gate, gated = (
+            saved[i]
+        )
         dgated = linear_backward(dh, gated, m + "out_proj")
         s = sigmoid(z)
         dz = dgated * y * s * (1 + z * (1 - s))

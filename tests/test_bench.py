@@ -1,10 +1,259 @@
-"""tools/bench.py: what it runs, what it checks, what it compares."""
+"""tools/bench.py: what it runs beside each other, what it checks, what it compares."""
 
+import importlib
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from tests import oracle_model
 from tools import bench
+from wgsl_train import MambaConfig
+
+SMALL = (11, 8, 2, 2, 6)  # vocab_size, d_model, n_layer, batch, seqlen
+QUICK = ["--rounds", "1", "--seconds", "0.01"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Cases that take no time."""
+    monkeypatch.setattr(bench, "CONFIGS", {"small": SMALL})
+    monkeypatch.setattr(bench, "DEFAULT_CONFIGS", {True: ["small"], False: ["small"]})
+    monkeypatch.setattr(bench, "MATMUL", {True: [20], False: [20]})
+    monkeypatch.setattr(bench, "SCAN", {True: [(2, 9, 6, 5)], False: [(2, 9, 6, 5)]})
+    monkeypatch.setattr(bench, "COPY", {True: 1000, False: 1000})
+    monkeypatch.delenv("WGSL_TRAIN_PEER_PYTHON", raising=False)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Imports a module of tools/peers."""
+    monkeypatch.syspath_prepend(bench.ROOT / "tools" / "peers")
+    yield importlib.import_module
+    for name in ("measure", "numpy_peer"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """Makes the text of a script the peer "numpy"."""
+
+    def script(text):
+        path = tmp_path / "peer.py"
+        path.write_text(text)
+        monkeypatch.setitem(bench.SCRIPTS, "numpy", [str(path)])
+
+    return script
+
+
+# Answers as a peer does, with the loss that it is given
+STUB = """
+import json, sys
+about = {"versions": {"stub": "1"}, "device": "cpu", "works": ["step"]}
+answer = {"times": {"step": 0.5}, "checks": {}, "loss_first": LOSS, "loss_sixth": None,
+          "peak_rss": 1 << 20, "gpu_bytes": None}
+print("chatter")
+print(json.dumps(about if "--about" in sys.argv else answer))
+"""
+
+
+@pytest.mark.gpu
+def test_numpy_beside_ours(small, device, tmp_path, capsys):
+    file = tmp_path / "new.json"
+    assert bench.main([*QUICK, "--peers", "numpy", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["adapter"] == device.name
+    assert report["driver"] == device.info.driver
+    assert report["sides"].keys() == {"wgsl_train", "numpy"}
+    names = [
+        *("matmul 20 x_wt", "matmul 20 dy_w", "matmul 20 dyt_x"),
+        *("scan 2x9x6x5 forward", "scan 2x9x6x5 backward", "copy 1000 copy", "step small"),
+    ]
+    results = {(r["name"], r["peer"]): r for r in report["results"]}
+    assert results.keys() == {(name, peer) for name in names for peer in report["sides"]}
+    for name in names:
+        ours, theirs = results[name, "wgsl_train"], results[name, "numpy"]
+        assert ours["ms"] > 0
+        assert theirs["ratio"] == theirs["ms"] / ours["ms"]
+        assert ours["checks"].keys() == theirs["checks"].keys()
+        assert theirs["differs"] == []
+    step = results["step small", "wgsl_train"]
+    assert step["loss_first"] > step["loss_sixth"] > 0
+    assert step["peak_rss"] > step["gpu_bytes"] > 0
+    assert len(results["scan 2x9x6x5 backward", "numpy"]["checks"]) == 8
+    text = capsys.readouterr().out
+    assert device.name in text
+    assert f"{step['loss_sixth']:.6f}" in text
+
+
+@pytest.mark.gpu
+def test_a_regression_is_an_error(small, device, tmp_path, capsys):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    run = [*QUICK, "--peers", "none", "--configs", "none", "--kernels", "copy"]
+    against = [*run, "--against", str(old)]
+    assert bench.main([*run, "--json", str(new)]) == 0
+    report = json.loads(new.read_text())
+
+    def store(ms, adapter):
+        result = {**report["results"][0], "ms": ms}
+        old.write_text(json.dumps({**report, "adapter": adapter, "results": [result]}))
+
+    store(1e9, device.name)
+    assert bench.main(against) == 0
+    assert "1 results compared" in capsys.readouterr().out
+    store(1e-9, device.name)
+    assert bench.main(against) == 1
+    assert "copy 1000 copy: " in capsys.readouterr().out
+    store(1e-9, "another")
+    assert bench.main(against) == 2
+    assert f"nothing of this run on {device.name}" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_peer_must_compute_the_same(small, script, capsys, wrong):
+    losses = oracle_loss() + (2e-4 if wrong else 2e-5)
+    script(STUB.replace("LOSS", str(losses)))
+    status = bench.main([*QUICK, "--peers", "numpy", "--kernels", "none"])
+    text = capsys.readouterr().out
+    assert status == wrong
+    assert ("DIFFERS: first loss is" in text) == wrong
+    assert "500.000" in text
+
+
+@pytest.mark.gpu
+def test_a_peer_that_fails_is_told_of_and_is_no_error_of_ours(small, script, capsys):
+    script(STUB.replace("LOSS", "1").replace("answer)", "[][0])"))
+    assert bench.main([*QUICK, "--peers", "numpy", "--kernels", "none"]) == 0
+    assert "failed on step small: exit status 1: IndexError" in capsys.readouterr().out
+
+
+def case(peers, tmp_path):
+    path = tmp_path / "case.npz"
+    bench.step_case("small").save(path)
+    return peers("measure").Case.load(path)
+
+
+def oracle_loss():
+    config = MambaConfig(**dict(zip(("vocab_size", "d_model", "n_layer"), SMALL, strict=False)))
+    weights = dict(bench.initialize(config, 0))
+    tokens = np.random.default_rng(0).integers(0, SMALL[0], SMALL[3:])
+    return oracle_model.loss_and_grads(config, weights, tokens, next_tokens(tokens))[0]
+
+
+def next_tokens(tokens):
+    return np.concatenate([tokens[:, 1:], np.full((len(tokens), 1), -100)], 1)
+
+
+def test_the_gradients_of_the_numpy_peer(small, peers, tmp_path):
+    given = case(peers, tmp_path)
+    loss, grads = peers("numpy_peer").Mamba(given).loss_and_grads()
+    config = MambaConfig(vocab_size=SMALL[0], d_model=SMALL[1], n_layer=SMALL[2])
+    expected, wanted, _ = oracle_model.loss_and_grads(
+        config, given.weights, given.tokens, next_tokens(given.tokens)
+    )
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert grads.keys() == wanted.keys()
+    for name, grad in grads.items():
+        assert grad.dtype == np.float32
+        np.testing.assert_allclose(
+            grad, wanted[name], rtol=1e-4, atol=1e-5 * np.abs(wanted[name]).max(), err_msg=name
+        )
+
+
+def test_time_is_taken_after_a_warm_up_by_blocks_with_one_wait(peers):
+    waits = []
+    measure = peers("measure")
+    work = measure.Work(lambda: time.sleep(0.002), lambda _: {}, lambda _: waits.append(1))
+    begin = time.perf_counter()
+    assert 0.002 <= work.seconds(0.1) < 0.1
+    assert time.perf_counter() - begin > measure.WARM_UP
+    assert len(waits) < 0.002 * measure.BLOCK + measure.WARM_UP / 0.002 + 3
+
+
+def test_a_slow_step_is_not_repeated_past_its_limit(peers, small, tmp_path):
+    measure = peers("measure")
+
+    class Slow(measure.Peer):
+        def step(self, case):
+            return {"step": measure.Work(lambda: time.sleep(0.05), lambda _: {"loss": 1.0})}
+
+    given = case(peers, tmp_path)
+    answer = Slow()._measure(given, seconds=0.01, limit=0.12)
+    assert answer["times"]["step"] == pytest.approx(0.05, rel=0.9)
+    assert answer["loss_first"] == 1
+    assert answer["loss_sixth"] is None
+
+
+def test_what_differs():
+    ours = {"loss_first": 5.0, "loss_sixth": 4.0, "checks": {"dx": 1e-3, "dz": 2.0}}
+    assert bench.differences(ours, {**ours, "loss_sixth": None, "checks": {"dx": 1.00005e-3}}) == []
+    assert bench.differences(ours, {**ours, "checks": {"dx": 1.1e-3}}) == [
+        "dx is 0.0011, ours 0.001"
+    ]
+    assert bench.differences(ours, {**ours, "loss_sixth": float("nan")}) == [
+        "sixth loss is nan, ours 4"
+    ]
+
+
+def test_what_regressed():
+    def report(adapter, **ms):
+        rows = [{"name": name, "peer": "wgsl_train", "ms": value} for name, value in ms.items()]
+        rows.append({"name": "a", "peer": "numpy", "ms": 100.0 * len(rows)})
+        rows.append({"name": "failed", "peer": "wgsl_train", "failed": "why"})
+        return {"adapter": adapter, "results": rows}
+
+    before = report("GPU", a=10.0, b=10.0, gone=1.0)
+    now = report("GPU", a=11.9, b=12.1, new=1.0)
+    assert bench.regressions(now, before, 1.2) == (["b: 12.1 ms, was 10 ms: 1.21 times as long"], 2)
+    assert bench.regressions(now, before, 1.3) == ([], 2)
+    assert bench.regressions(now, {**before, "adapter": "another"}, 1.2) == ([], 0)
+
+
+def test_interpreters_of_peers():
+    assert bench.interpreters("") == {}
+    assert bench.interpreters("/a/python,jax=/b/python") == {"": "/a/python", "jax": "/b/python"}
+    with pytest.raises(bench.BenchError, match="names 'jaks'; peers are torch"):
+        bench.interpreters("jaks=/b/python")
+
+
+def test_a_peers_environment_and_answer(monkeypatch, script):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
+    monkeypatch.setenv("OPENBLAS_L2_SIZE", "1")
+    script("import json, os; print(json.dumps(dict(os.environ)))")
+    env = bench.call("numpy", sys.executable, [], 20, on_cpu=True)
+    assert not {"OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"} & env.keys()
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    script("import time; time.sleep(60)")
+    with pytest.raises(bench.BenchError, match="no answer within 0 s"):
+        bench.call("numpy", sys.executable, [], 0.2, on_cpu=True)
+    with pytest.raises(bench.BenchError, match="/no/python: No such file"):
+        bench.call("numpy", "/no/python", [], 20, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--configs", "XL"], "config 'XL' is unknown; there are XS, S, M"),
+        (["--kernels", "fft"], "kernel 'fft' is unknown"),
+        (["--peers", "caffe"], "peer 'caffe' is unknown"),
+        (["--peers", "numpy", "--python", "/no/python"], "numpy cannot run: /no/python"),
+        (["--against", "/no/such.json"], "--against /no/such.json"),
+    ],
+)
+@pytest.mark.gpu
+def test_a_request_that_makes_no_sense(capsys, arguments, message):
+    assert bench.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_cases_of_a_gpu():
+    names = [c.name for kernel in bench.KERNELS for c in bench.kernel_cases(kernel, False, 1 << 28)]
+    assert names == [
+        *("matmul 4096", "scan 8x1024x1536x16", "scan 2x4096x1536x16", "scan 4x2048x2048x16"),
+        f"copy {1 << 26}",  # as many as a binding holds
+    ]
+    assert bench.step_case("130m").numbers["dt_rank"] == 48
+    assert bench.step_case("tiny", True).name == "step tiny checkpointed"

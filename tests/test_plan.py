@@ -1,5 +1,6 @@
 """Planning: shapes, order, lifetimes, limits. Needs no GPU."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -55,7 +56,7 @@ def test_activations_share_memory_only_when_their_lifetimes_are_disjoint():
     plan = empty_plan()
     given = plan.persistent("given", (1000,))
     chain = [given] + [plan.tensor(f"t{i}", (1000,)) for i in range(4)]
-    for x, out in zip(chain, chain[1:], strict=False):
+    for x, out in itertools.pairwise(chain):
         plan.dispatch(COPY, x=x, out=out)
     memory = plan.memory()
     assert memory.place[chain[1]] == memory.place[chain[3]]
@@ -201,7 +202,9 @@ def test_a_plan_prints_one_line_a_dispatch():
 
 
 def test_a_template_error_names_file_and_line(tmp_path, monkeypatch):
-    (tmp_path / "test_broken.wgsl").write_text("// out = x\nfn f() {\n  let a = {{ nothing }};\n}\n")
+    (tmp_path / "test_broken.wgsl").write_text(
+        "// out = x\nfn f() {\n  let a = {{ nothing }};\n}\n"
+    )
     monkeypatch.setattr("wgsl_train.kernel._jinja", jinja(tmp_path))
     monkeypatch.setattr("wgsl_train.kernel.SHADER_DIR", tmp_path)
     broken = make("test_broken", reads=["x"], writes=["out"])

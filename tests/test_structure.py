@@ -20,7 +20,10 @@ def render(variant: harness.Variant) -> str:
     shapes = variant.shapes
     plan.dispatch(
         variant.kernel,
-        **{b: plan.persistent(b, s, "u32" if b in variant.kernel.u32 else "f32") for b, s in shapes.items()},
+        **{
+            b: plan.persistent(b, s, "u32" if b in variant.kernel.u32 else "f32")
+            for b, s in shapes.items()
+        },
         **variant.options,
     )
     return plan.dispatches[0].render().source
@@ -48,7 +51,15 @@ def test_fits_the_portable_limits(variant):
 
 
 def workgroup_bytes(source: str) -> int:
-    widths = {"f32": 4, "u32": 4, "i32": 4, "vec4<f32>": 16, "vec4f": 16, "vec2f": 8, "vec2<f32>": 8}
+    widths = {
+        "f32": 4,
+        "u32": 4,
+        "i32": 4,
+        "vec4<f32>": 16,
+        "vec4f": 16,
+        "vec2f": 8,
+        "vec2<f32>": 8,
+    }
 
     def width(kind: str) -> int:
         kind = kind.strip()

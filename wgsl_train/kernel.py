@@ -50,7 +50,7 @@ class Target:
     max_workgroups: int = 65535
     features: frozenset[str] = frozenset()
     lanes: int = 1
-    tuned: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
+    tuned: Mapping[str, Values] = field(default_factory=dict, compare=False)
 
     @property
     def usable_binding(self) -> int:
@@ -101,7 +101,9 @@ class Tensor:
     def view(self, offset: int, shape: tuple[int, ...], name: str = "") -> Tensor:
         """Elements from `offset` on, with a shape of their own. Offsets are multiples of ALIGN."""
         if offset % ALIGN:
-            raise ShapeError(f"a view of {self.name} at element {offset}: not a multiple of {ALIGN}")
+            raise ShapeError(
+                f"a view of {self.name} at element {offset}: not a multiple of {ALIGN}"
+            )
         name = name or f"{self.name}[{offset}:]"
         return Tensor(name, shape, self.dtype, self.kind, base=self, offset=offset)
 
@@ -117,6 +119,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def round_up(n: int, multiple: int) -> int:
+    """Least multiple that is not below n."""
     return ceil_div(n, multiple) * multiple
 
 
@@ -136,9 +139,12 @@ def elementwise(count: Callable[[Values], int], per_group: int = 256) -> Callabl
 
 def by_kind(
     portable: Mapping[str, int], **kinds: Mapping[str, int]
-) -> Callable[[Target, Values], dict[str, int]]:
+) -> Callable[[Target, Values], Values]:
     """Tuning choices from a table: the portable ones, overridden for a kind of adapter."""
     return lambda target, values: {**portable, **kinds.get(target.kind, {})}
+
+
+_DEFAULT_CHOICES = by_kind({"workgroup": 256})
 
 
 def _f32(value: float) -> str:
@@ -156,7 +162,9 @@ class _Loader(jinja2.FileSystemLoader):
     ) -> tuple[str, str, Callable[[], bool]]:
         source, filename, uptodate = super().get_source(environment, template)
         lines = [
-            line if not line.strip() or line.lstrip().startswith("$$") else f"{line}/*@{template}:{i}*/"
+            line
+            if not line.strip() or line.lstrip().startswith("$$")
+            else f"{line}/*@{template}:{i}*/"
             for i, line in enumerate(source.splitlines(), 1)
         ]
         return "\n".join(lines) + "\n", filename, uptodate
@@ -218,7 +226,7 @@ class Kernel:
     writes: Mapping[str, str] = field(default_factory=dict)
     adds: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    choose: Callable[[Target, Values], Mapping[str, int]] = by_kind({"workgroup": 256})
+    choose: Callable[[Target, Values], Values] = _DEFAULT_CHOICES
     vec4: Callable[[Values], Iterable[str]] = lambda v: ()
     u32: frozenset[str] = frozenset()
     flops: Callable[[Values], int] = lambda v: 0

@@ -239,7 +239,11 @@ class Model:
         return float(step.encoder.read(step.tensors.loss)[0])
 
     def loss_and_grads(
-        self, tokens: npt.ArrayLike, targets: npt.ArrayLike, *, activation_checkpointing: bool = False
+        self,
+        tokens: npt.ArrayLike,
+        targets: npt.ArrayLike,
+        *,
+        activation_checkpointing: bool = False,
     ) -> tuple[float, dict[str, Array]]:
         """Mean loss in nats, and its gradient by every trainable parameter.
 
@@ -249,9 +253,7 @@ class Model:
         """
         ids = self.check_tokens(tokens)
         wanted = self.check_targets(targets, ids.shape)
-        step = self.step_encoder(
-            *ids.shape, activation_checkpointing=activation_checkpointing
-        )
+        step = self.step_encoder(*ids.shape, activation_checkpointing=activation_checkpointing)
         self.load_batch(step, ids, wanted, int((wanted != IGNORED).sum()))
         step.encoder.run("forward", "backward")
         return float(step.encoder.read(step.tensors.loss)[0]), self.read_grads()
@@ -362,7 +364,9 @@ class Model:
             step.write(step_ids, np.array([[token]], np.uint32))
             step.run("forward")
 
-    def generate(self, prompt: npt.ArrayLike, max_new_tokens: int = 256, **options: Any) -> list[int]:
+    def generate(
+        self, prompt: npt.ArrayLike, max_new_tokens: int = 256, **options: Any
+    ) -> list[int]:
         """The prompt's continuation as token ids; options as for `stream`."""
         return list(self.stream(prompt, max_new_tokens, **options))
 

@@ -318,7 +318,9 @@ class Plan:
         is read before anything wrote it.
         """
         options = {k: v for k, v in bindings_and_options.items() if k in kernel.options}
-        given = {k: v for k, v in bindings_and_options.items() if k not in options and v is not None}
+        given = {
+            k: v for k, v in bindings_and_options.items() if k not in options and v is not None
+        }
         dims = kernel.match({name: t.shape for name, t in given.items()})
         tensors = {name: given[name] for name in kernel.bindings if name in given}
         values = kernel.values(self.target, dims, options)

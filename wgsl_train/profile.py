@@ -161,7 +161,12 @@ def _warm_up(encoder: Encoder, *sections: str, seconds: float = 0.3) -> None:
 
 
 def profile_step(
-    model: Model, batch: int, seqlen: int, *, steps: int = 10, activation_checkpointing: bool = False
+    model: Model,
+    batch: int,
+    seqlen: int,
+    *,
+    steps: int = 10,
+    activation_checkpointing: bool = False,
 ) -> Profile:
     """Profile one training step on random tokens. The model's weights are not changed: the
     learning rate is zero."""

@@ -35,7 +35,7 @@ def staged(
     warp_n: int = 8,
     prefetch: int = 0,
     packed: str = "",
-) -> dict[str, int | str]:
+) -> dict[str, Any]:
     """Tuning choices: operands are staged in workgroup memory.
 
     tile_m, tile_n, tile_k   outputs of a workgroup, and how deep it goes between barriers
@@ -67,7 +67,7 @@ def staged(
 
 def direct(
     thread_m: int, thread_n: int, lanes: int = 1, workgroup: int = 8, swizzle: int = 8
-) -> dict[str, int | str]:
+) -> dict[str, Any]:
     """Tuning choices: operands come straight from storage, for adapters that are CPUs.
 
     thread_m, thread_n   outputs of a thread, multiples of 4; threads lie along m
@@ -108,7 +108,6 @@ _ADAPTERS = {
 # (tile_m, tile_n, thread_m, thread_n, their speed relative to the best where there are enough)
 _STAGED = (
     (128, 128, 8, 8, 1.0),
-    (128, 64, 8, 8, 0.95),
     (64, 64, 4, 4, 0.73),
     (64, 32, 4, 4, 0.6),
     (32, 32, 4, 4, 0.45),
@@ -117,8 +116,14 @@ _STAGED = (
 
 
 def _fastest(
-    target: Target, m: int, n: int, depth: int, parts: int = 1, packed: str = ""
-) -> tuple[float, dict[str, int | str]]:
+    target: Target,
+    m: int,
+    n: int,
+    depth: int,
+    parts: int = 1,
+    packed: str = "",
+    prefetch: bool = True,
+) -> tuple[float, dict[str, Any]]:
     """Estimated seconds of a staged product and the tile that takes the least: what counts is
     how full the last wave of workgroups leaves the adapter."""
     adapter = _ADAPTERS[target.kind]
@@ -131,25 +136,29 @@ def _fastest(
 
     estimates = [(seconds(m_, n_, speed), m_, n_, tm, tn) for m_, n_, tm, tn, speed in _STAGED]
     best, tile_m, tile_n, thread_m, thread_n = min(estimates)
-    # a packed tile is a quarter larger, which 16 KiB hold only half as deep
-    tile_k = 16 if not packed or target.max_workgroup_memory >= 32768 else 8
-    choices = staged(tile_m, tile_n, tile_k, thread_m, thread_n, prefetch=1, packed=packed)
-    return best, choices
+    # a packed tile is a quarter larger, which 16 KiB hold only half as deep; small tiles go deep
+    roomy = target.max_workgroup_memory >= 32768
+    tile_k = 8 if packed and not roomy else 16 if tile_m * tile_n > 64 * 64 else 32
+    ahead = prefetch and depth // parts >= 256  # it loads one round that is not used
+    return best, staged(
+        tile_m, tile_n, tile_k, thread_m, thread_n, prefetch=int(ahead), packed=packed
+    )
 
 
 def _choose(
-    m: str, n: str, depth: str, packed: str = "", tall: bool = False
-) -> Callable[[Target, Values], dict[str, int | str]]:
+    m: str, n: str, depth: str, packed: str = "", prefetch: bool = True, tall: bool = False
+) -> Callable[[Target, Values], dict[str, Any]]:
     """Tuning choices for a product of the sizes that these dims or options have.
 
-    packed which operands are kept as they lie; see `staged`
+    packed, prefetch   see `staged`
     tall   the rows of a are neighbours in memory: on a CPU a thread then takes more of them, so
            that more of a page of memory is read while it is at hand
     """
 
-    def choose(target: Target, v: Values) -> dict[str, int | str]:
+    def choose(target: Target, v: Values) -> dict[str, Any]:
         if target.kind != "cpu":
-            return _fastest(target, v[m], v[n], v[depth], v.get("parts", 1), packed)[1]
+            parts = v.get("parts", 1)
+            return _fastest(target, v[m], v[n], v[depth], parts, packed, prefetch)[1]
         if target.lanes != 8:
             return direct(8, 8)
         widths = [32, 40, 24, 16, 8]  # the first of those that waste the fewest columns
@@ -233,7 +242,7 @@ BACKWARD_WEIGHT = Kernel(
     reads={"dout": "*rows dout_stride", "x": "*rows x_stride"},
     adds={"dweight": "d_out d_in", "dbias?": "d_out"},
     options={"dout_start": 0, "x_start": 0},
-    choose=_choose("d_out", "d_in", "rows", tall=True),
+    choose=_choose("d_out", "d_in", "rows", prefetch=False, tall=True),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
     flops=_flops,
@@ -309,7 +318,7 @@ def plan_backward_x(
     dout = _columns(dout, d_out, "linear_backward_x: dout")
     dx = _columns(dx, d_in, "linear_backward_x: dx")
     rows = dout.tensor.size // dout.tensor.shape[-1]
-    parts = _parts(plan.target, rows, d_in, d_out)
+    parts = _parts(plan.target, rows, d_in, d_out, dispatch=2e-5)
     if parts > 1 and dx.width == dx.tensor.shape[-1]:
         plan.dispatch(
             BACKWARD_X_PARTIAL,
@@ -373,17 +382,18 @@ def plan_backward_weight(
     )
 
 
-def _parts(target: Target, m: int, n: int, depth: int) -> int:
+def _parts(target: Target, m: int, n: int, depth: int, dispatch: float = 0.0) -> int:
     """How many parts a sum over `depth` is split into, so that few tiles fill the adapter.
 
     Weighs the waves of workgroups against writing and reading the partial sums.
+    dispatch   seconds that one dispatch more costs
     """
     if target.kind == "cpu":
         return 1
     adapter, nbytes = _ADAPTERS[target.kind], 4 * m * n
 
     def seconds(parts: int) -> float:
-        sums = (2 * parts + 2) * nbytes / adapter.bandwidth if parts > 1 else 0.0
+        sums = dispatch + (2 * parts + 2) * nbytes / adapter.bandwidth if parts > 1 else 0.0
         return _fastest(target, m, n, depth, parts)[0] + sums
 
     most = min(depth // 64, target.usable_binding // (2 * nbytes), 128)

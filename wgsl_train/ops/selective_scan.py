@@ -20,7 +20,10 @@ from ..plan import Plan
 
 CHUNK = 32  # steps between the states that are kept
 MAX_STATE = 1024
-WORKGROUPS = {"portable": 64, "cpu": 2, "discrete": 1536}  # that fill an adapter, by its kind
+# Workgroups that fill an adapter, by its kind. The backward pass waits more on each step, and so
+# gains from more of them than the forward pass, which pays as much for the states in between.
+FORWARD_WORKGROUPS = {"portable": 64, "cpu": 2, "discrete": 256}
+BACKWARD_WORKGROUPS = {"portable": 64, "cpu": 2, "discrete": 1536}
 
 Discretization = Literal["euler", "zoh"]
 
@@ -62,7 +65,7 @@ def _lanes(target: Target, v: Values) -> dict[str, int]:
 def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
     """Choices for scan_backward: `kept` steps in registers, `span` steps in workgroup memory."""
     groups, cpu = _groups(v["d_state"]), target.kind == "cpu"
-    quads = _quads(target, groups)
+    quads = _divisor(groups, 4 if cpu else 2)
     kept = _divisor(v["chunk"], 2 if cpu else max(8, v["chunk"] // 32))
     return {
         "quads": quads,
@@ -259,17 +262,17 @@ def selective_scan(
     chunk = min(chunk, 1 << (seqlen - 1).bit_length())
     channels = _channels(plan.target, groups)
     chunks, blocks = ceil_div(seqlen, chunk), ceil_div(d_inner, channels)
-    if per_segment is None:
-        wanted = WORKGROUPS.get(plan.target.kind, WORKGROUPS["portable"])
-        per_segment = ceil_div(chunks, min(chunks, ceil_div(wanted, batch * blocks)))
-    segments = ceil_div(chunks, per_segment)
-    shape: dict[str, Any] = {
-        "dt_rank": dt_rank,
-        "d_state": d_state,
-        "chunk": chunk,
-        "per_segment": per_segment,
-        "segments": segments,
-    }
+    shape: dict[str, Any] = {"dt_rank": dt_rank, "d_state": d_state, "chunk": chunk}
+
+    def cut(workgroups: dict[str, int]) -> dict[str, int]:
+        """How the chunks are dealt out to segments."""
+        wanted = workgroups.get(plan.target.kind, workgroups["portable"])
+        most = min(chunks, ceil_div(wanted, batch * blocks))
+        per = per_segment or ceil_div(chunks, most)
+        return {"per_segment": per, "segments": ceil_div(chunks, per)}
+
+    walk = cut(FORWARD_WORKGROUPS)
+    segments = walk["segments"]
     operands: dict[str, Tensor] = {
         "u_delta": u_delta,
         "x_dbl": x_dbl,
@@ -290,6 +293,7 @@ def selective_scan(
             chunk_states=chunk_states,
             delta_sums=sums,
             **shape,
+            **walk,
             discretization=discretization,
         )
         plan.dispatch(
@@ -298,7 +302,7 @@ def selective_scan(
             delta_sums=sums,
             state=state,
             states=chunk_states,
-            per_segment=per_segment,
+            per_segment=walk["per_segment"],
         )
     plan.dispatch(
         FORWARD,
@@ -309,17 +313,28 @@ def selective_scan(
         g=g,
         state=state,
         **shape,
+        **walk,
         discretization=discretization,
     )
 
     def backward() -> None:
+        walk = cut(BACKWARD_WORKGROUPS)
+        segments = walk["segments"]
         dy = plan.grad(g)
         plan.dispatch(BACKWARD_GATE, xz=xz, y=y, dg=dy, dxz=plan.grad(xz))
         carry = None
         if segments > 1:
             carry = plan.tensor(f"{g.name}.carry", (batch, segments, groups, d_inner, 4))
             sums = plan.tensor(f"{g.name}.carry_delta_sums", (batch, segments, d_inner))
-            plan.dispatch(BACKWARD_LOCAL, **operands, dy=dy, carry=carry, delta_sums=sums, **shape)
+            plan.dispatch(
+                BACKWARD_LOCAL,
+                **operands,
+                dy=dy,
+                carry=carry,
+                delta_sums=sums,
+                **shape,
+                **walk,
+            )
             plan.dispatch(COMBINE, AD=operands["AD"], delta_sums=sums, states=carry, reverse=True)
         dBC_size = batch * seqlen * blocks * 2 * groups * 4
         parameters_size = batch * segments * (groups + 1) * d_inner * 4
@@ -333,6 +348,7 @@ def selective_scan(
             du_ddt=plan.grad(u_delta),
             partials=partials,
             **shape,
+            **walk,
             channels=channels,
             discretization=discretization,
         )

@@ -13,7 +13,11 @@ from ..plan import Plan
 
 
 def _groups(v: Values) -> int:
-    return sum(ceil_div(size, v["workgroup"] // v["slices"]) for _, _, size, _ in v["segments"])
+    def span(size: int) -> int:
+        wide = size >= v["wide_from"]
+        return int(4 * v["workgroup"] if wide else v["workgroup"] // v["slices"])
+
+    return sum(ceil_div(size, span(size)) for _, _, size, _ in v["segments"])
 
 
 SUM = Kernel(
@@ -21,9 +25,14 @@ SUM = Kernel(
     reads={"partials": "n_partials"},
     adds={"grads": "n"},
     options={"segments": ()},  # (first partial, parts, elements, first gradient), ...
-    # slices: lanes that share the parts of an element
-    choose=by_kind({"workgroup": 256, "slices": 8}, cpu={"workgroup": 256, "slices": 1}),
+    # slices: lanes that share the parts of an element; wide_from: elements from which a lane
+    # sums four neighbours instead
+    choose=by_kind(
+        {"workgroup": 256, "slices": 8, "wide_from": 1 << 16},
+        cpu={"workgroup": 256, "slices": 1, "wide_from": 1 << 10},
+    ),
     grid=lambda v: spread(_groups(v)),
+    vec4=lambda v: ("partials",),
     traffic=lambda v: sum(4 * size * (parts + 2) for _, parts, size, _ in v["segments"]),
 )
 
