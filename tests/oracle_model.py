@@ -107,10 +107,7 @@ def loss_and_grads(config, weights, tokens, targets):
         full = dt @ w[m + "dt_proj.weight"].T + w[m + "dt_proj.bias"]
         delta = softplus(full)
         A_log = w[m + "A_log"]
-        if c.a_log_clamp:
-            A = -np.exp(np.clip(A_log, *c.a_log_clamp))
-        else:
-            A = -np.exp(A_log)
+        A = -np.exp(np.clip(A_log, *c.a_log_clamp) if c.a_log_clamp else A_log)
         y, states = scan(u, delta, A, B, C, w[m + "D"], zoh)
         gate = z * sigmoid(z)
         gated = y * gate

@@ -1,9 +1,11 @@
 """tools/bench.py: what it runs beside each other, what it checks, what it compares."""
 
+import copy
 import importlib
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ from tools import bench
 from wgsl_train import MambaConfig
 
 SMALL = (11, 8, 2, 2, 6)  # vocab_size, d_model, n_layer, batch, seqlen
-QUICK = ["--rounds", "1", "--seconds", "0.01"]
 
 
 @pytest.fixture
@@ -37,32 +38,36 @@ def peers(monkeypatch):
 
 
 @pytest.fixture
-def script(monkeypatch, tmp_path):
-    """Makes the text of a script the peer "numpy"."""
+def stub(monkeypatch, small):
+    """Ours and the peers answer at once, what the test sets: `about` and `answer`, by name."""
+    about = {"versions": {"wgpu": "1"}, "device": "stub", "works": ["step"]}
+    about |= {"kind": "CPU", "backend": "none", "driver": "none", "largest_binding": 1 << 20}
+    answer = {"times": {"step": 0.5}, "checks": {}, "loss_first": 3.0, "loss_sixth": 2.0}
+    answer |= {"peak_rss": 1 << 20, "gpu_bytes": None}
+    found = SimpleNamespace(
+        about=dict.fromkeys(bench.SCRIPTS, about),
+        answer={name: copy.deepcopy(answer) for name in bench.SCRIPTS},
+    )
 
-    def script(text):
-        path = tmp_path / "peer.py"
-        path.write_text(text)
-        monkeypatch.setitem(bench.SCRIPTS, "numpy", [str(path)])
+    def call(name, python, arguments, timeout, on_cpu):
+        said = (found.about if "--about" in arguments else found.answer)[name]
+        if isinstance(said, str):
+            raise bench.BenchError(said)
+        return said
 
-    return script
+    monkeypatch.setattr(bench, "call", call)
+    return found
 
 
-# Answers as a peer does, with the loss that it is given
-STUB = """
-import json, sys
-about = {"versions": {"stub": "1"}, "device": "cpu", "works": ["step"]}
-answer = {"times": {"step": 0.5}, "checks": {}, "loss_first": LOSS, "loss_sixth": None,
-          "peak_rss": 1 << 20, "gpu_bytes": None}
-print("chatter")
-print(json.dumps(about if "--about" in sys.argv else answer))
-"""
+STEP = ["--kernels", "none", "--peers", "numpy"]
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_numpy_beside_ours(small, device, tmp_path, capsys):
     file = tmp_path / "new.json"
-    assert bench.main([*QUICK, "--peers", "numpy", "--json", str(file)]) == 0
+    quick = ["--rounds", "1", "--warm-up", "0", "--seconds", "0"]
+    assert bench.main([*quick, "--peers", "numpy", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
     assert report["adapter"] == device.name
     assert report["driver"] == device.info.driver
@@ -88,59 +93,62 @@ def test_numpy_beside_ours(small, device, tmp_path, capsys):
     assert f"{step['loss_sixth']:.6f}" in text
 
 
-@pytest.mark.gpu
-def test_a_regression_is_an_error(small, device, tmp_path, capsys):
+def test_a_regression_is_an_error(stub, tmp_path, capsys):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
-    run = [*QUICK, "--peers", "none", "--configs", "none", "--kernels", "copy"]
-    against = [*run, "--against", str(old)]
-    assert bench.main([*run, "--json", str(new)]) == 0
+    assert bench.main([*STEP, "--json", str(new)]) == 0
     report = json.loads(new.read_text())
 
-    def store(ms, adapter):
-        result = {**report["results"][0], "ms": ms}
-        old.write_text(json.dumps({**report, "adapter": adapter, "results": [result]}))
+    def status(factor, adapter="stub"):
+        old.write_text(json.dumps({**report, "adapter": adapter}))
+        return bench.main([*STEP, "--against", str(old), "--factor", str(factor)])
 
-    store(1e9, device.name)
-    assert bench.main(against) == 0
+    stub.answer["wgsl_train"]["times"]["step"] = 0.55
+    assert status(1.2) == 0
     assert "1 results compared" in capsys.readouterr().out
-    store(1e-9, device.name)
-    assert bench.main(against) == 1
-    assert "copy 1000 copy: " in capsys.readouterr().out
-    store(1e-9, "another")
-    assert bench.main(against) == 2
-    assert f"nothing of this run on {device.name}" in capsys.readouterr().err
+    assert status(1.05) == 1
+    assert "step small: 550 ms, was 500 ms: 1.10 times as long" in capsys.readouterr().out
+    assert status(1.05, "another adapter") == 2
+    assert "nothing of this run on stub" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_peer_must_compute_the_same(small, script, capsys, wrong):
-    losses = oracle_loss() + (2e-4 if wrong else 2e-5)
-    script(STUB.replace("LOSS", str(losses)))
-    status = bench.main([*QUICK, "--peers", "numpy", "--kernels", "none"])
+@pytest.mark.parametrize("off, status", [(2e-5, 0), (2e-4, 1)])
+def test_a_peer_must_compute_the_same(stub, capsys, off, status):
+    stub.answer["numpy"]["loss_sixth"] += off
+    assert bench.main(STEP) == status
+    assert ("DIFFERS: sixth loss is 2.0002, ours 2" in capsys.readouterr().out) == status
+
+
+@pytest.mark.parametrize("name, status", [("numpy", 0), ("wgsl_train", 1)])
+def test_a_failure_is_told_of_and_is_an_error_where_it_is_ours(stub, capsys, name, status):
+    stub.answer[name] = "out of memory"
+    assert bench.main(STEP) == status
+    assert "failed on step small: out of memory" in capsys.readouterr().out
+
+
+def test_all_peers_are_those_installed(stub, capsys):
+    stub.about["numpy"] = "no module"
+    assert bench.main(["--kernels", "none"]) == 0
     text = capsys.readouterr().out
-    assert status == wrong
-    assert ("DIFFERS: first loss is" in text) == wrong
-    assert "500.000" in text
+    assert "numpy left out: no module" in text
+    assert "  jax  " in text
+    assert "  numpy  " not in text
+    assert bench.main(STEP) == 2
+    assert "numpy cannot run: no module" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
-def test_a_peer_that_fails_is_told_of_and_is_no_error_of_ours(small, script, capsys):
-    script(STUB.replace("LOSS", "1").replace("answer)", "[][0])"))
-    assert bench.main([*QUICK, "--peers", "numpy", "--kernels", "none"]) == 0
-    assert "failed on step small: exit status 1: IndexError" in capsys.readouterr().out
+def test_beside_a_gpu_stand_gpus(stub, capsys):
+    stub.about["wgsl_train"] = {**stub.about["wgsl_train"], "kind": "DiscreteGPU"}
+    stub.about["numpy"] = {**stub.about["numpy"], "device": "cpu"}
+    assert bench.main(["--kernels", "none"]) == 0
+    assert "numpy left out: on the CPU" in capsys.readouterr().out
+    assert bench.main(STEP) == 0
+    assert "  numpy  " in capsys.readouterr().out
 
 
 def case(peers, tmp_path):
     path = tmp_path / "case.npz"
     bench.step_case("small").save(path)
     return peers("measure").Case.load(path)
-
-
-def oracle_loss():
-    config = MambaConfig(**dict(zip(("vocab_size", "d_model", "n_layer"), SMALL, strict=False)))
-    weights = dict(bench.initialize(config, 0))
-    tokens = np.random.default_rng(0).integers(0, SMALL[0], SMALL[3:])
-    return oracle_model.loss_and_grads(config, weights, tokens, next_tokens(tokens))[0]
 
 
 def next_tokens(tokens):
@@ -164,13 +172,19 @@ def test_the_gradients_of_the_numpy_peer(small, peers, tmp_path):
 
 
 def test_time_is_taken_after_a_warm_up_by_blocks_with_one_wait(peers):
-    waits = []
-    measure = peers("measure")
-    work = measure.Work(lambda: time.sleep(0.002), lambda _: {}, lambda _: waits.append(1))
+    done = []
+
+    def start():
+        done.append("run")
+        time.sleep(0.005)
+
+    work = peers("measure").Work(start, values=lambda _: {}, wait=lambda _: done.append("wait"))
     begin = time.perf_counter()
-    assert 0.002 <= work.seconds(0.1) < 0.1
-    assert time.perf_counter() - begin > measure.WARM_UP
-    assert len(waits) < 0.002 * measure.BLOCK + measure.WARM_UP / 0.002 + 3
+    assert work.seconds(0, warm_up=0.1) >= 0.005
+    assert time.perf_counter() - begin > 0.1
+    text = " ".join(done)
+    assert text.startswith("run wait run")
+    assert text.count("run run run wait") == 3
 
 
 def test_a_slow_step_is_not_repeated_past_its_limit(peers, small, tmp_path):
@@ -181,7 +195,7 @@ def test_a_slow_step_is_not_repeated_past_its_limit(peers, small, tmp_path):
             return {"step": measure.Work(lambda: time.sleep(0.05), lambda _: {"loss": 1.0})}
 
     given = case(peers, tmp_path)
-    answer = Slow()._measure(given, seconds=0.01, limit=0.12)
+    answer = Slow()._measure(given, warm_up=0, seconds=0.01, limit=0.12)
     assert answer["times"]["step"] == pytest.approx(0.05, rel=0.9)
     assert answer["loss_first"] == 1
     assert answer["loss_sixth"] is None
@@ -215,17 +229,23 @@ def test_what_regressed():
 def test_interpreters_of_peers():
     assert bench.interpreters("") == {}
     assert bench.interpreters("/a/python,jax=/b/python") == {"": "/a/python", "jax": "/b/python"}
-    with pytest.raises(bench.BenchError, match="names 'jaks'; peers are torch"):
-        bench.interpreters("jaks=/b/python")
 
 
-def test_a_peers_environment_and_answer(monkeypatch, script):
+def test_a_peers_environment_and_answer(monkeypatch, tmp_path):
+    def script(text):
+        path = tmp_path / "peer.py"
+        path.write_text(text)
+        monkeypatch.setitem(bench.SCRIPTS, "numpy", [str(path)])
+
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
     monkeypatch.setenv("OPENBLAS_L2_SIZE", "1")
-    script("import json, os; print(json.dumps(dict(os.environ)))")
+    script("import json, os; print('chatter'); print(json.dumps(dict(os.environ)))")
     env = bench.call("numpy", sys.executable, [], 20, on_cpu=True)
     assert not {"OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"} & env.keys()
     assert env["CUDA_VISIBLE_DEVICES"] == ""
+    script("1 / 0")
+    with pytest.raises(bench.BenchError, match="exit status 1: ZeroDivisionError"):
+        bench.call("numpy", sys.executable, [], 20, on_cpu=True)
     script("import time; time.sleep(60)")
     with pytest.raises(bench.BenchError, match="no answer within 0 s"):
         bench.call("numpy", sys.executable, [], 0.2, on_cpu=True)
@@ -236,15 +256,14 @@ def test_a_peers_environment_and_answer(monkeypatch, script):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--configs", "XL"], "config 'XL' is unknown; there are XS, S, M"),
+        (["--configs", "XL"], "config 'XL' is unknown; there are small"),
         (["--kernels", "fft"], "kernel 'fft' is unknown"),
         (["--peers", "caffe"], "peer 'caffe' is unknown"),
-        (["--peers", "numpy", "--python", "/no/python"], "numpy cannot run: /no/python"),
+        (["--python", "jaks=/b/python"], "--python names 'jaks'; peers are torch"),
         (["--against", "/no/such.json"], "--against /no/such.json"),
     ],
 )
-@pytest.mark.gpu
-def test_a_request_that_makes_no_sense(capsys, arguments, message):
+def test_a_request_that_makes_no_sense(stub, capsys, arguments, message):
     assert bench.main(arguments) == 2
     assert message in capsys.readouterr().err
 

@@ -112,4 +112,5 @@ def test_evaluation_and_inference(device, batch):
     logits = head_logits(inference, inference.persistent("x", (1, *x.shape)), "head", "bias")
     encoder = Encoder(encoder.buffers, inference)
     encoder.run("forward")
-    np.testing.assert_allclose(encoder.read(logits)[0], x @ head.T + bias, atol=1e-4)
+    rows = np.concatenate([encoder.read(chunk) for chunk in logits])
+    np.testing.assert_allclose(rows, x @ head.T + bias, atol=1e-4)

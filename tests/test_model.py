@@ -289,7 +289,7 @@ def test_initialisation(device):
 def test_spread_over_tiny_buffers_gives_the_same_bits(device):
     config = MambaConfig(vocab_size=50, d_model=32, n_layer=2)
     results = []
-    for target in (device, with_target(device, max_buffer=64 << 10)):
+    for target in (device, with_target(device, max_buffer=32 << 10)):
         model = wt.Model(config, target)
         trainer = wt.Trainer(model, wt.TrainConfig(steps=5, lr=1e-2))
         losses = [trainer.step(*batch(config, (2, 20))).loss for _ in range(5)]

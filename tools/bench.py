@@ -224,17 +224,19 @@ def find_peers(text: str, pythons: Mapping[str, str], on_cpu: bool) -> list[Side
 
 
 def measure(
-    case: Case, sides: Sequence[Side], rounds: int, seconds: float, limit: float, on_cpu: bool
+    case: Case, sides: Sequence[Side], args: argparse.Namespace, on_cpu: bool
 ) -> list[dict[str, Any]]:
     """All sides in turn, several times. One result a side and part, ours first."""
+    limit = args.limit
     answers: dict[str, list[Any]] = {side.name: [] for side in sides}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.npz"
         case.save(path)
-        arguments = [str(path), "--seconds", str(seconds), "--limit", str(limit)]
+        arguments = [str(path), f"--limit={limit}"]
+        arguments += [f"--warm-up={args.warm_up}", f"--seconds={args.seconds}"]
         slow = set()
-        for i in range(rounds):
+        for i in range(args.rounds):
             for side in sides:
                 if side.name in failures or side.name in slow:
                     continue
@@ -385,6 +387,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--device", help="adapter: index or part of its name")
     p.add_argument("--activation-checkpointing", action="store_true", help="in our steps")
     p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--warm-up", type=float, default=0.3, help="seconds, of each part, a round")
     p.add_argument("--seconds", type=float, default=3.0, help="to time each part for, a round")
     p.add_argument(
         "--limit", type=float, default=120.0, help="seconds for a side too slow for that"
@@ -429,7 +432,7 @@ def run(args: argparse.Namespace) -> int:
     sound = True
     for case in cases:
         able = [s for s in [ours, *peers] if case.numbers["work"] in s.about["works"]]
-        results = measure(case, able, args.rounds, args.seconds, args.limit, on_cpu)
+        results = measure(case, able, args, on_cpu)
         print(f"\n{table(results)}", flush=True)
         sound &= not any(r.get("differs") for r in results) and "failed" not in results[0]
         report["results"] += results

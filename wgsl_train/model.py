@@ -124,7 +124,7 @@ class Model:
         self.layout = Layout(mamba.parameters(config), self.device.target)
         self.buffers = Buffers(self.device)
         self._steps: dict[tuple[Any, ...], _Step] = {}
-        self._forwards: dict[tuple[int, ...], tuple[Encoder, Tensor, Tensor]] = {}
+        self._forwards: dict[tuple[int, ...], tuple[Encoder, Tensor, list[Tensor]]] = {}
         self._decoders: dict[tuple[int, int], tuple[Encoder, Tensor, Tensor | None]] = {}
 
     def __repr__(self) -> str:
@@ -284,14 +284,15 @@ class Model:
         encoder, given, out = self._forwards[ids.shape]
         encoder.write(given, ids)
         encoder.run("forward")
-        return encoder.read(out).reshape(*ids.shape, -1)[..., : self.config.vocab_size]
+        rows = np.concatenate([encoder.read(chunk) for chunk in out])
+        return rows.reshape(*ids.shape, -1)[..., : self.config.vocab_size]
 
-    def _forward(self, batch: int, seqlen: int) -> tuple[Encoder, Tensor, Tensor]:
+    def _forward(self, batch: int, seqlen: int) -> tuple[Encoder, Tensor, list[Tensor]]:
         plan = Plan(self.layout, self.device.target, training=False)
         ids = plan.persistent(f"tokens.{batch}x{seqlen}", (batch, seqlen), "u32")
         x = mamba.backbone(plan, self.config, ids)
         out = head_logits(plan, x, *mamba.head(self.config))
-        plan.prune(keep=[out])
+        plan.prune()
         return Encoder(self.buffers, plan), ids, out
 
     # -- generation ----------------------------------------------------------------------------
@@ -305,8 +306,8 @@ class Model:
             x = mamba.backbone(plan, self.config, ids, state)
             logits = None
             if seqlen == 1:
-                logits = head_logits(plan, x, *mamba.head(self.config))
-            plan.prune(keep=[logits] if logits else [])
+                (logits,) = head_logits(plan, x, *mamba.head(self.config))
+            plan.prune()
             self._decoders[batch, seqlen] = Encoder(self.buffers, plan), ids, logits
         return self._decoders[batch, seqlen]
 

@@ -241,6 +241,7 @@ class Plan:
         self.section = "forward"  # where dispatch() appends
         self.constants: dict[Tensor, Sequence[int]] = {}  # persistent tensors filled once
         self.clear_first: list[Tensor] = []  # persistent tensors cleared with the gradients
+        self.keep: list[Tensor] = []  # activations that the host reads after a run
         self.partials: list[tuple[Tensor, Tensor]] = []  # see ops/sum_partials.py
         self._scope: tuple[str, ...] = ()
         self._names: dict[str, Tensor] = {}
@@ -414,12 +415,9 @@ class Plan:
         self.tape(backward)
         return out
 
-    def prune(self, keep: Iterable[Tensor] = ()) -> None:
-        """Drop dispatches that only write activations which nothing reads afterwards.
-
-        keep   activations that the host will read
-        """
-        needed = {t.root for t in keep}
+    def prune(self) -> None:
+        """Drop dispatches that only write activations which nobody reads afterwards."""
+        needed = {t.root for t in self.keep}
         for dispatches in reversed(list(self.sections.values())):
             for d in reversed(dispatches[:]):
                 changed = [t.root for _, t in d.bound("writes", "adds")]
@@ -435,7 +433,7 @@ class Plan:
         return [d for section in self.sections.values() for d in section]
 
     def memory(self, share: bool = True) -> Memory:
-        return Memory(self.dispatches, share)
+        return Memory(self.dispatches, share, self.keep)
 
     def __str__(self) -> str:
         lines = []
@@ -458,7 +456,9 @@ class Memory:
     Pisarchyk & Lee 2020).
     """
 
-    def __init__(self, dispatches: Sequence[Dispatch], share: bool = True) -> None:
+    def __init__(
+        self, dispatches: Sequence[Dispatch], share: bool = True, keep: Sequence[Tensor] = ()
+    ) -> None:
         self.buffers: dict[str, int] = {}
         self.place: dict[Tensor, str] = {}
         lives: dict[Tensor, tuple[int, int]] = {}
@@ -466,6 +466,8 @@ class Memory:
             for tensor in d.tensors.values():
                 root = tensor.root
                 lives[root] = (lives.get(root, (i, i))[0], i)
+        for tensor in keep:
+            lives[tensor.root] = (lives[tensor.root][0], len(dispatches))
         slots: list[tuple[str, list[tuple[int, int]]]] = []
         for root in sorted(lives, key=lambda t: -t.nbytes):
             first, last = lives[root]

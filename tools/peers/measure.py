@@ -1,7 +1,7 @@
 """What all peers share: the case they work on, time taken alike, one line of JSON as the answer.
 
     python NAME_peer.py --about                             what it is, and what it can do
-    python NAME_peer.py CASE.npz [--seconds 3] [--limit 120]
+    python NAME_peer.py CASE.npz [--warm-up 0.3] [--seconds 3] [--limit 120]
 
 Needs NumPy and the standard library only, since each peer may have an interpreter of its own.
 """
@@ -25,7 +25,6 @@ Array = np.ndarray[Any, Any]
 WORKS = ("step", "matmul", "scan", "copy")
 ADAMW = ("lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")  # of a step's case
 LOSSES = 6  # steps whose losses are looked at
-WARM_UP = 0.3  # seconds: a GPU that was idle runs at a low clock at first
 BLOCK = 0.2  # seconds of work that are waited for once
 
 
@@ -94,9 +93,10 @@ class Work:
     ) -> None:
         self.start, self.wait, self.values = start, wait, values
 
-    def seconds(self, budget: float) -> float:
-        """Median seconds of one run, measured for about `budget` seconds after a warm-up."""
-        once = min(self._block(1) for _ in until(WARM_UP))
+    def seconds(self, budget: float, warm_up: float) -> float:
+        """Median seconds of one run, measured for about `budget` seconds after so many of warm-up:
+        a GPU that was idle runs at a low clock at first."""
+        once = min(self._block(1) for _ in until(warm_up))
         runs = max(1, round(BLOCK / once))
         return statistics.median(self._block(runs) for _ in until(budget, 3))
 
@@ -141,18 +141,19 @@ class Peer:
         parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
         parser.add_argument("case", nargs="?")
         parser.add_argument("--about", action="store_true")
+        parser.add_argument("--warm-up", type=float, default=0.3, help="seconds, of each part")
         parser.add_argument("--seconds", type=float, default=3.0, help="to measure each part for")
         parser.add_argument("--limit", type=float, default=120.0, help="seconds, of slow steps")
         args, _ = parser.parse_known_args()
         if args.about:
             answer = {**self.about(), "works": [w for w in WORKS if hasattr(self, w)]}
         elif args.case:
-            answer = self._measure(Case.load(args.case), args.seconds, args.limit)
+            answer = self._measure(Case.load(args.case), args.warm_up, args.seconds, args.limit)
         else:
             parser.error("give a case, or --about")
         print(json.dumps(answer), flush=True)
 
-    def _measure(self, case: Case, seconds: float, limit: float) -> dict[str, Any]:
+    def _measure(self, case: Case, warm_up: float, seconds: float, limit: float) -> dict[str, Any]:
         times: dict[str, float] = {}
         checks: dict[str, float] = {}
         losses: list[float] = []
@@ -171,10 +172,10 @@ class Peer:
                 spent = time.perf_counter() - begin
                 if spent + singles[-1] > limit:
                     break
-            if spent + seconds + 4 * singles[-1] > limit:
+            if spent + warm_up + seconds + 4 * singles[-1] > limit:
                 times[part] = statistics.median(singles[1:] or singles)
             else:
-                times[part] = work.seconds(seconds)
+                times[part] = work.seconds(seconds, warm_up)
         return {
             "times": times,
             "checks": checks,

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-from measure import ADAMW, WARM_UP, Case, Peer, Work, until
+from measure import ADAMW, Case, Peer, Work, until
 
 from wgsl_train import MambaConfig, Model, TrainConfig, Trainer, request_device
 from wgsl_train.encoder import Buffers, Encoder
@@ -45,10 +45,10 @@ class Dispatches(Work):
         self.prepare()
         self.encoder.run(self.section)
 
-    def seconds(self, budget: float) -> float:
+    def seconds(self, budget: float, warm_up: float) -> float:
         if "timestamp-query" not in self.encoder.device.target.features:
-            return super().seconds(budget)
-        for _ in until(WARM_UP):
+            return super().seconds(budget, warm_up)
+        for _ in until(warm_up):
             self.wait(self._run())
         samples = []
         for _ in until(budget, at_least=3):

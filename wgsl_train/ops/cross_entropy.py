@@ -52,15 +52,20 @@ def _logits(plan: Plan, x: Tensor, head: str, bias: str | None, logits: Tensor) 
         plan_forward(plan, x, piece, out, bias=shift and shift.view(first_row, (n,)))
 
 
-def head_logits(plan: Plan, x: Tensor, head: str, bias: str | None = None) -> Tensor:
-    """Logits of all rows at once; for inference, no backward.
+def head_logits(plan: Plan, x: Tensor, head: str, bias: str | None = None) -> list[Tensor]:
+    """Logits for the host to read; for inference, no backward.
 
     x (..., d_model) f32; head and bias are names of parameters (vocab_size, d_model) and
-    (vocab_size,). Returns (..., vocab_size) f32.
+    (vocab_size,). Returns (rows, vocab_size) f32 in chunks of rows that one binding holds.
     """
-    logits = plan.tensor("logits", (*x.shape[:-1], plan.layout.specs[head].shape[0]))
-    _logits(plan, x, head, bias, logits)
-    return logits
+    rows, vocab_size = x.size // x.shape[-1], plan.layout.specs[head].shape[0]
+    chunk = chunk_rows(plan.target, vocab_size)
+    for start in range(0, rows, chunk):
+        stop = min(start + chunk, rows)
+        logits = plan.tensor("logits", (stop - start, vocab_size))
+        _logits(plan, x.rows(start, stop), head, bias, logits)
+        plan.keep.append(logits)
+    return plan.keep[:]
 
 
 def language_model_loss(
