@@ -74,7 +74,7 @@ def test_numpy_beside_ours(small, device, tmp_path, capsys):
     assert report["sides"].keys() == {"wgsl_train", "numpy"}
     names = [
         *("matmul 20 x_wt", "matmul 20 dy_w", "matmul 20 dyt_x"),
-        *("scan 2x9x6x5 forward", "scan 2x9x6x5 backward", "copy 1000 copy", "step small"),
+        *("scan 2x9x6x5 forward", "scan 2x9x6x5 backward", "copy 1000", "step small"),
     ]
     results = {(r["name"], r["peer"]): r for r in report["results"]}
     assert results.keys() == {(name, peer) for name in names for peer in report["sides"]}
@@ -260,6 +260,7 @@ def test_a_peers_environment_and_answer(monkeypatch, tmp_path):
         (["--kernels", "fft"], "kernel 'fft' is unknown"),
         (["--peers", "caffe"], "peer 'caffe' is unknown"),
         (["--python", "jaks=/b/python"], "--python names 'jaks'; peers are torch"),
+        (["--rounds", "0"], "--rounds is 0"),
         (["--against", "/no/such.json"], "--against /no/such.json"),
     ],
 )

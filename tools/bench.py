@@ -1,13 +1,14 @@
 """Times kernels and whole training steps, with other programs beside them in the same run.
 
-    tools/bench.py                                  what suits the adapter, all installed peers
-    tools/bench.py --configs XS,S --kernels none --peers torch,jax,numpy
-    tools/bench.py --peers none --json new.json --against old.json --factor 1.2
+    python tools/bench.py                         what suits the adapter, all installed peers
+    python tools/bench.py --configs XS,S --kernels none --peers torch,jax,numpy
+    python tools/bench.py --peers none --json new.json --against old.json --factor 1.2
 
 Every side runs as a process of its own, in turn (A B A B ...), on the same weights, tokens and
-inputs; time is the median over rounds of medians after a warm-up. That all sides computed the same
-is checked: by the first and the sixth loss of a step, by the root mean square of what a kernel
-returns. "ratio" is a peer's time in units of ours: above 1, ours is faster.
+inputs. Time is the median over rounds of medians after a warm-up: of our kernels by the GPU's own
+clock, of all else as the caller sees it, many runs in a row with one wait at the end. That all
+sides computed the same is checked: by the first and the sixth loss of a step, by the root mean
+square of what a kernel returns. "ratio" is a peer's time in units of ours: above 1, ours is faster.
 
 A peer is a script in tools/peers, and needs its packages: in this interpreter, or in others that
 --python or WGSL_TRAIN_PEER_PYTHON name, as PATH for all or PEER=PATH,PEER=PATH. With "all", peers
@@ -276,7 +277,7 @@ def summarize(case: Case, peer: str, answers: Sequence[Mapping[str, Any]]) -> li
         ms = statistics.median(times)
         results.append(
             {
-                "name": case.name if part == "step" else f"{case.name} {part}",
+                "name": case.name if part == case.numbers["work"] else f"{case.name} {part}",
                 "peer": peer,
                 "ms": ms,
                 "ms_by_round": times,
@@ -401,6 +402,8 @@ def _parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Do what is asked; the exit status. Raises BenchError."""
     before = None
+    if args.rounds < 1:
+        raise BenchError(f"--rounds is {args.rounds}, must be 1 or more")
     if args.against:
         try:
             before = json.loads(args.against.read_text(encoding="utf-8"))

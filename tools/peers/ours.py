@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from measure import ADAMW, Case, Peer, Work, until
 
+import wgsl_train
 from wgsl_train import MambaConfig, Model, TrainConfig, Trainer, request_device
 from wgsl_train.encoder import Buffers, Encoder
 from wgsl_train.kernel import Tensor
@@ -64,7 +65,7 @@ class Ours(Peer):
         self._buffers: Buffers | None = None
 
     def about(self) -> dict[str, Any]:
-        versions = {name: version(name) for name in ("wgsl-train", "wgpu", "numpy")}
+        versions = {"wgsl-train": wgsl_train.__version__, "wgpu": version("wgpu")}
         device = request_device(quiet=True)
         info = device.info
         return {
@@ -81,10 +82,10 @@ class Ours(Peer):
 
     def step(self, case: Case) -> dict[str, Work]:
         config = MambaConfig(
-            **{
-                name: getattr(case, name)
-                for name in ("vocab_size", "d_model", "n_layer", "d_state")
-            }
+            vocab_size=case.vocab_size,
+            d_model=case.d_model,
+            n_layer=case.n_layer,
+            d_state=case.d_state,
         )
         model = Model(config, request_device(quiet=True))
         model.load_state_dict(case.weights)
@@ -149,9 +150,7 @@ class Ours(Peer):
         plan = Plan(layout, target)
         u_delta, xz = (plan.persistent(n, (batch, seqlen, 2 * d_inner)) for n in ("u_delta", "xz"))
         x_dbl = plan.persistent("x_dbl", (batch, seqlen, dt_rank + 2 * d_state))
-        g = selective_scan(
-            plan, u_delta, x_dbl, xz, A_log, D, dt_rank=dt_rank, d_state=d_state
-        )  # fmt: skip
+        g = selective_scan(plan, u_delta, x_dbl, xz, A_log, D, dt_rank=dt_rank, d_state=d_state)
         plan.backward()
         self._buffers = Buffers(request_device(quiet=True))
         encoder = Encoder(self._buffers, plan, share_memory=False)
