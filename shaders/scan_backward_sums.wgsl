@@ -1,12 +1,13 @@
 // dx_dbl = [0 | dB | dC], sums of partials over blocks of channels; dA_log, dD += sums of partials over sequences and segments
 $$ set groups = ceil_div(d_state, 4)
-$$ set x_dbl_count = batch * seqlen * d_x_dbl
-$$ set count = x_dbl_count + (d_inner * (d_state + 1) if "dA_log" in bound or "dD" in bound else 0)
+$$ set width, kind = (4, "vec4f") if "dx_dbl" in vec4 else (1, "f32")
 $$ set parameters = batch * seqlen * blocks * 8 * groups
+$$ set x_dbl_count, A_log_count = batch * seqlen * d_x_dbl // width, d_inner * d_state // width
+$$ set count = x_dbl_count + (A_log_count + d_inner if "dA_log" in bound or "dD" in bound else 0)
 
-// 8 parts at a time, so that their loads overlap.
-fn sum(from_index: u32, parts: u32, stride: u32) -> f32 {
-    var s = 0.0;
+// Indices here are in {{ kind }}s. 8 parts at a time, so that their loads overlap.
+fn sum(from_index: u32, parts: u32, stride: u32) -> {{ kind }} {
+    var s = {{ kind }}();
     var at = from_index;
     var p = 0u;
     for (; p + 7u < parts; p += 8u) {
@@ -25,35 +26,39 @@ $$ endfor
 
 fn element(i: u32) {
     if (i < {{ x_dbl_count }}u) {
-        let column = i % d_x_dbl;
-        let row = i / d_x_dbl;
-        let n = column - {{ dt_rank }}u;
-        if (column < {{ dt_rank }}u) {
-            dx_dbl[i] = 0.0;
+        let column = i % {{ d_x_dbl // width }}u;
+        let row = i / {{ d_x_dbl // width }}u;
+        let n = column - {{ dt_rank // width }}u;
+        if (column < {{ dt_rank // width }}u) {
+            dx_dbl[i] = {{ kind }}();
         } else {
 $$ if d_state == 4 * groups
             let at = n;
 $$ else
             let at = select(n, n + {{ 4 * groups - d_state }}u, n >= {{ d_state }}u);
 $$ endif
-            dx_dbl[i] = sum(row * {{ blocks * 8 * groups }}u + at, {{ blocks }}u, {{ 8 * groups }}u);
+            dx_dbl[i] = sum(row * {{ blocks * 8 * groups // width }}u + at, {{ blocks }}u, {{ 8 * groups // width }}u);
         }
         return;
     }
     let j = i - {{ x_dbl_count }}u;
-$$ set stride = (groups + 1) * d_inner * 4
+$$ set stride = (groups + 1) * d_inner * 4 // width
 $$ if "dA_log" in bound
-    if (j < {{ d_inner * d_state }}u) {
+    if (j < {{ A_log_count }}u) {
+$$ if width == 4
+        let at = {{ parameters // 4 }}u + j % {{ groups }}u * {{ d_inner }}u + j / {{ groups }}u;
+$$ else
         let n = j % {{ d_state }}u;
         let at = {{ parameters }}u + (n / 4u * {{ d_inner }}u + j / {{ d_state }}u) * 4u + n % 4u;
+$$ endif
         {{ add("dA_log", "j", "sum(at, " ~ batch * segments ~ "u, " ~ stride ~ "u)") }}
     }
 $$ endif
 $$ if "dD" in bound
-    if (j >= {{ d_inner * d_state }}u) {
-        let channel = j - {{ d_inner * d_state }}u;
-        let at = {{ parameters }}u + ({{ groups * d_inner }}u + channel) * 4u;
-        {{ add("dD", "channel", "sum(at, " ~ batch * segments ~ "u, " ~ stride ~ "u)") }}
+    if (j >= {{ A_log_count }}u) {
+        let channel = j - {{ A_log_count }}u;
+        let at = {{ parameters // width }}u + ({{ groups * d_inner }}u + channel){{ " * 4u" if width == 1 else "" }};
+        {{ add("dD", "channel", "sum(at, " ~ batch * segments ~ "u, " ~ stride ~ "u)" ~ (".x" if width == 4 else "")) }}
     }
 $$ endif
 }

@@ -21,7 +21,10 @@ $$ endif
 }
 
 @compute @workgroup_size({{ workgroup }})
-fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane: u32) {
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane: u32{{ ", @builtin(subgroup_invocation_id) subgroup_lane: u32" if subgroup }}) {
+$$ if subgroup
+    let slot = BC_slot(subgroup_lane);
+$$ endif
     let channel = wid.x * {{ channels }}u + lane % {{ channels }}u;
     let c = min(channel, d_inner - 1u);
     let group = {{ "lane / " ~ channels ~ "u * " ~ quads ~ "u" if groups > quads else "0u" }}; // uniform where it can be
@@ -69,14 +72,17 @@ $$ for j in range(turns)
             let step{{ j }} = {{ "lane / " ~ channels ~ "u + " if lane_groups > 1 else "" }}{{ j * lane_groups }}u;
             let out_row{{ j }} = row_at(wid.z, t + step{{ j }});
             let z{{ j }} = z_at(out_row{{ j }}, t + step{{ j }}, channel);
-            let skip{{ j }} = D * u_at(out_row{{ j }}, t + step{{ j }}, channel);
+            let skip{{ j }} = D * {{ "u_at(out_row" ~ j ~ ", t + step" ~ j ~ ", channel)" if lane_groups > 1 else "u" ~ j }};
 $$ endfor
 $$ for i in range(span)
             let row{{ i }} = row_at(wid.z, t + {{ i }}u);
+$$ if subgroup
+            let bc{{ i }} = BC_at(row{{ i }}, slot);
+$$ endif
 $$ for q in range(quads)
             let a{{ i }}_{{ q }} = exp2(delta{{ i }} * rate{{ q }});
-            h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * B_at(row{{ i }}, group + {{ q }}u);
-            {{ "y" if q else "var y" }}{{ i }} {{ "+=" if q else "=" }} dot(C_at(row{{ i }}, group + {{ q }}u), h{{ q }});
+            h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * {{ "B" ~ q ~ "_of(bc" ~ i ~ ")" if subgroup else "B_at(row" ~ i ~ ", group + " ~ q ~ "u)" }};
+            {{ "y" if q else "var y" }}{{ i }} {{ "+=" if q else "=" }} dot({{ "C" ~ q ~ "_of(bc" ~ i ~ ")" if subgroup else "C_at(row" ~ i ~ ", group + " ~ q ~ "u)" }}, h{{ q }});
 $$ endfor
 $$ if lane_groups > 1
             products[(turn * {{ span }}u + {{ i }}u) * {{ workgroup }}u + lane] = y{{ i }};

@@ -2,7 +2,10 @@
 {$ include "include/scan.wgsl" $}
 
 @compute @workgroup_size({{ workgroup }})
-fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane: u32) {
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane: u32{{ ", @builtin(subgroup_invocation_id) subgroup_lane: u32" if subgroup }}) {
+$$ if subgroup
+    let slot = BC_slot(subgroup_lane);
+$$ endif
     let channel = wid.x * {{ channels }}u + lane % {{ channels }}u;
     let c = min(channel, d_inner - 1u);
     let group = {{ "lane / " ~ channels ~ "u * " ~ quads ~ "u" if groups > quads else "0u" }}; // uniform where it can be
@@ -18,12 +21,15 @@ $$ for i in range(span)
         let row{{ i }} = row_at(wid.z, t + {{ i }}u);
         let u{{ i }} = u_at(row{{ i }}, t + {{ i }}u, channel);
         let delta{{ i }} = delta_at(row{{ i }}, t + {{ i }}u, channel);
+$$ if subgroup
+        let bc{{ i }} = BC_at(row{{ i }}, slot);
+$$ endif
 $$ endfor
 $$ for i in range(span)
         sum += delta{{ i }};
 $$ for q in range(quads)
         let a{{ i }}_{{ q }} = exp2(delta{{ i }} * rate{{ q }});
-        h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * B_at(row{{ i }}, group + {{ q }}u);
+        h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * {{ "B" ~ q ~ "_of(bc" ~ i ~ ")" if subgroup else "B_at(row" ~ i ~ ", group + " ~ q ~ "u)" }};
 $$ endfor
 $$ endfor
     }

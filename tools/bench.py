@@ -384,7 +384,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--configs", default="all", help="of " + ",".join(CONFIGS) + "; or none")
     p.add_argument("--kernels", default="all", help="of " + ",".join(KERNELS) + "; or none")
     p.add_argument("--peers", default="all", help="of " + ",".join(PEERS) + "; or all, none")
-    p.add_argument("--python", default=os.environ.get("WGSL_TRAIN_PEER_PYTHON", ""))
+    python = os.environ.get("WGSL_TRAIN_PEER_PYTHON", "")
+    p.add_argument("--python", default=python, help="interpreters of peers: [PEER=]PATH,...")
     p.add_argument("--device", help="adapter: index or part of its name")
     p.add_argument("--activation-checkpointing", action="store_true", help="in our steps")
     p.add_argument("--rounds", type=int, default=3)
@@ -448,7 +449,8 @@ def run(args: argparse.Namespace) -> int:
                 f"--against {args.against}: nothing of this run on {report['adapter']}"
             )
         print(f"\n{compared} results compared with {args.against}, {len(slower)} regressed")
-        print("\n".join(slower))
+        for line in slower:
+            print(f"  {line}")
         sound &= not slower
     return 0 if sound else 1
 

@@ -41,6 +41,25 @@ $$ endif
 }
 
 $$ endfor
+$$ if subgroup
+// Loads are dear on a CPU: each lane of a subgroup loads one vec4 of a row's B and C, and hands it round.
+fn BC_slot(lane: u32) -> u32 {
+    return min(lane, {{ 2 * ceil_div(d_state, 4) - 1 }}u);
+}
+fn BC_at(row: u32, slot: u32) -> vec4f {
+$$ if "x_dbl" in vec4
+    return x_dbl[row * {{ (dt_rank + 2 * d_state) // 4 }}u + {{ dt_rank // 4 }}u + slot];
+$$ else
+    if (slot < {{ ceil_div(d_state, 4) }}u) { return B_at(row, slot); }
+    return C_at(row, slot - {{ ceil_div(d_state, 4) }}u);
+$$ endif
+}
+$$ for q in range(ceil_div(d_state, 4))
+fn B{{ q }}_of(bc: vec4f) -> vec4f { return subgroupBroadcast(bc, {{ q }}u); }
+fn C{{ q }}_of(bc: vec4f) -> vec4f { return subgroupBroadcast(bc, {{ ceil_div(d_state, 4) + q }}u); }
+$$ endfor
+
+$$ endif
 $$ if discretization == "zoh"
 // (e^X - 1) / X, given a = e^X: near 0 by its series, since the quotient cancels there.
 fn phi1(X: vec4f, a: vec4f) -> vec4f {

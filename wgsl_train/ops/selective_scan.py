@@ -48,6 +48,16 @@ def _channels(target: Target, groups: int) -> int:
     return max(1, lanes * _quads(target, groups) // groups)
 
 
+def _by_subgroup(target: Target, groups: int) -> bool:
+    """Whether lanes share loads and sums by subgroups of 8, as lavapipe has them."""
+    return target.kind == "cpu" and target.lanes == 8 and groups <= 4
+
+
+def _backward_channels(target: Target, groups: int) -> int:
+    """Channels whose dB and dC are summed at once; two for each lane of a subgroup."""
+    return 16 if _by_subgroup(target, groups) else _channels(target, groups)
+
+
 def _lanes(target: Target, v: Values) -> dict[str, int]:
     """Choices for the kernels that walk each segment once, `span` steps at a time."""
     groups = _groups(v["d_state"])
@@ -57,6 +67,7 @@ def _lanes(target: Target, v: Values) -> dict[str, int]:
         "quads": quads,
         "channels": channels,
         "workgroup": channels * groups // quads,
+        "subgroup": int(_by_subgroup(target, groups)),
         "span": _divisor(v["chunk"], 2 if target.kind == "cpu" else 8),
         "ragged": _ragged(v, channels),
     }
@@ -65,9 +76,17 @@ def _lanes(target: Target, v: Values) -> dict[str, int]:
 def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
     """Choices for scan_backward: `kept` steps in registers, `span` steps in workgroup memory."""
     groups, cpu = _groups(v["d_state"]), target.kind == "cpu"
+    if _by_subgroup(target, groups) and v["channels"] % 8 == 0:
+        return {
+            "subgroup": 1,
+            "workgroup": 8,
+            "kept": _divisor(v["chunk"], 2),
+            "ragged": _ragged(v, v["channels"]),
+        }
     quads = _divisor(groups, 4 if cpu else 2)
     kept = _divisor(v["chunk"], 2 if cpu else max(8, v["chunk"] // 32))
     return {
+        "subgroup": 0,
         "quads": quads,
         "workgroup": v["channels"] * groups // quads,
         "kept": kept,
@@ -191,15 +210,23 @@ BACKWARD = Kernel(
     flops=lambda v: 18 * _steps(v),
 )
 
+
+
+def _sums_elements(v: Values) -> int:
+    """Sums that scan_backward_sums makes: of vec4s where columns divide by 4."""
+    rows, columns = v["batch"] * v["seqlen"], v["d_x_dbl"]
+    width = 4 if _packed(v) else 1
+    return int(rows * columns // width + v["d_inner"] * (v["d_state"] // width + 1))
+
+
 BACKWARD_SUMS = Kernel(
     "scan_backward_sums",
     reads={"partials": "n_partials"},
     writes={"dx_dbl": "batch seqlen d_x_dbl"},
     adds={"dA_log?": "d_inner d_state", "dD?": "d_inner"},
     options={"dt_rank": 1, "d_state": 16, "blocks": 1, "segments": 1, "d_inner": 1},
-    grid=elementwise(
-        lambda v: v["batch"] * v["seqlen"] * v["d_x_dbl"] + v["d_inner"] * (v["d_state"] + 1)
-    ),
+    grid=elementwise(_sums_elements),
+    vec4=lambda v: ("partials", "dx_dbl", "dA_log") if _packed(v) else (),
 )
 
 
@@ -216,7 +243,7 @@ def selective_scan(
     discretization: Discretization = "euler",
     a_log_clamp: tuple[float, float] | None = None,
     state: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     per_segment: int | None = None,
     name: str = "scan",
 ) -> Tensor:
@@ -235,7 +262,8 @@ def selective_scan(
     a_log_clamp   A_log is clamped to this range, without a gradient outside it
     state         persistent (batch, ceil(d_state / 4), d_inner, 4): the scan starts from it and
                   leaves its last state there; no gradient flows into it
-    chunk         steps between the states that are kept for the backward pass
+    chunk         steps between the states that are kept for the backward pass; by default what
+                  suits the adapter, at least 16
     per_segment   chunks a segment; by default what fills the adapter
 
     Raises ShapeError where shapes do not fit or d_state is above 1,024, ConfigError where the
@@ -259,8 +287,9 @@ def selective_scan(
                 f"selective_scan: {operand} is {tensor.shape}, must have {width} columns with "
                 f"d_inner = {d_inner}, d_state = {d_state}, dt_rank = {dt_rank}"
             )
+    chunk = chunk or (CHUNK // 2 if plan.target.kind == "cpu" else CHUNK)
     chunk = min(chunk, 1 << (seqlen - 1).bit_length())
-    channels = _channels(plan.target, groups)
+    channels = _backward_channels(plan.target, groups)
     chunks, blocks = ceil_div(seqlen, chunk), ceil_div(d_inner, channels)
     shape: dict[str, Any] = {"dt_rank": dt_rank, "d_state": d_state, "chunk": chunk}
 
