@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import wgpu
+import wgpu.backends.wgpu_native
 
 from .device import Device
 from .errors import DeviceError, KernelCompileError, ShapeError
@@ -64,6 +65,13 @@ class Buffers:
         """Free the buffer of a persistent tensor."""
         if root.name in self._buffers:
             self._buffers.pop(root.name).destroy()
+
+    def free(self) -> None:
+        """Free all buffers: encoders made before are of no use then."""
+        for buffer in [*self._buffers.values(), *self._pool]:
+            buffer.destroy()
+        self._buffers.clear()
+        self._pool.clear()
 
     def activations(self, sizes: dict[str, int]) -> dict[str, Any]:
         """Buffers for one plan's activations, taken from the pool that all plans draw on."""
@@ -155,6 +163,25 @@ def _explain(kernel: Kernel, rendered: Rendered, message: str) -> str:
     return f"{where}: {kernel.name} does not compile\n{message}"
 
 
+def _record(compute: Any, work: Iterable[tuple[Any, Any, int, int, int]]) -> None:
+    """Record (pipeline, bind group, grid) after another in a compute pass.
+
+    By the C functions that wgpu-py's methods wrap: a third of their time, and a step has hundreds.
+    What is wrong with a dispatch is reported when the commands are finished.
+    """
+    lib, null = wgpu.backends.wgpu_native.lib, wgpu.backends.wgpu_native.ffi.NULL
+    set_pipeline = lib.wgpuComputePassEncoderSetPipeline
+    set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
+    dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
+    handle, last = compute._internal, None
+    for pipeline, group, x, y, z in work:
+        if pipeline is not last:
+            set_pipeline(handle, pipeline._internal)
+            last = pipeline
+        set_bind_group(handle, 0, group._internal, 0, null)
+        dispatch(handle, x, y, z)
+
+
 @dataclass(frozen=True)
 class Timing:
     """GPU time of one dispatch, in seconds."""
@@ -236,6 +263,13 @@ class Encoder:
     def run(self, *sections: str, clear_grads: bool = True) -> None:
         """Encode and submit whole sections, in order. Returns before the GPU is done.
 
+        clear_grads   see `encode`
+        """
+        self.submit(self.encode(*sections, clear_grads=clear_grads))
+
+    def encode(self, *sections: str, clear_grads: bool = True) -> Any:
+        """Whole sections, in order, as commands for `submit`.
+
         clear_grads   start the sums of parameters' gradients and of the loss anew, where "forward"
                       is among the sections
         """
@@ -244,17 +278,14 @@ class Encoder:
             for tensor in self._clear_first:
                 commands.clear_buffer(self.buffers.named(tensor))
         compute = commands.begin_compute_pass()
-        last = None
-        for section in sections:
-            for pipeline, group, x, y, z in self._program[section]:
-                if pipeline is not last:
-                    compute.set_pipeline(pipeline)
-                    last = pipeline
-                compute.set_bind_group(0, group)
-                compute.dispatch_workgroups(x, y, z)
+        _record(compute, (item for section in sections for item in self._program[section]))
         compute.end()
+        return self.device.guard(commands.finish)
+
+    def submit(self, commands: Any) -> None:
+        """Hand encoded commands to the GPU, once. Returns before it is done."""
         self.buffers.submits += 1
-        self.device.guard(lambda: self.device.wgpu.queue.submit([commands.finish()]))
+        self.device.guard(lambda: self.device.wgpu.queue.submit([commands]))
 
     def time(
         self, *sections: str, repeats: int = 1, keep: Callable[[Dispatch], bool] = lambda d: True
@@ -285,7 +316,7 @@ class Encoder:
         usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
         resolved = device.create_buffer(size=8 * count, usage=usage)
         commands = device.create_command_encoder()
-        for i, (_, (pipeline, group, x, y, z)) in enumerate(work):
+        for i, (_, item) in enumerate(work):
             compute = commands.begin_compute_pass(
                 timestamp_writes={
                     "query_set": queries,
@@ -293,9 +324,7 @@ class Encoder:
                     "end_of_pass_write_index": 2 * i + 1,
                 }
             )
-            compute.set_pipeline(pipeline)
-            compute.set_bind_group(0, group)
-            compute.dispatch_workgroups(x, y, z)
+            _record(compute, [item])
             compute.end()
         commands.resolve_query_set(queries, 0, count, resolved, 0)
         device.queue.submit([commands.finish()])

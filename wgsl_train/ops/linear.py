@@ -108,10 +108,10 @@ _ADAPTERS = {
 # (tile_m, tile_n, thread_m, thread_n, their speed relative to the best where there are enough)
 _STAGED = (
     (128, 128, 8, 8, 1.0),
-    (64, 64, 4, 4, 0.73),
-    (64, 32, 4, 4, 0.6),
-    (32, 32, 4, 4, 0.45),
-    (16, 64, 4, 4, 0.4),
+    (64, 64, 4, 4, 0.45),
+    (64, 32, 4, 4, 0.4),
+    (32, 32, 4, 4, 0.3),
+    (16, 64, 4, 4, 0.3),
 )
 
 
@@ -136,13 +136,19 @@ def _fastest(
 
     estimates = [(seconds(m_, n_, speed), m_, n_, tm, tn) for m_, n_, tm, tn, speed in _STAGED]
     best, tile_m, tile_n, thread_m, thread_n = min(estimates)
-    # a packed tile is a quarter larger, which 16 KiB hold only half as deep; small tiles go deep
-    roomy = target.max_workgroup_memory >= 32768
-    tile_k = 8 if packed and not roomy else 16 if tile_m * tile_n > 64 * 64 else 32
+    tile_k = _tile_k(target, tile_m, tile_n, packed)
     ahead = prefetch and depth // parts >= 256  # it loads one round that is not used
     return best, staged(
         tile_m, tile_n, tile_k, thread_m, thread_n, prefetch=int(ahead), packed=packed
     )
+
+
+def _tile_k(target: Target, tile_m: int, tile_n: int, packed: str) -> int:
+    """How deep a tile goes between barriers; small ones go deep."""
+    # a packed tile is a quarter larger, which 16 KiB hold only half as deep
+    if packed and target.max_workgroup_memory < 32768:
+        return 8
+    return 16 if tile_m * tile_n > 64 * 64 else 32
 
 
 def _choose(
@@ -167,6 +173,30 @@ def _choose(
         return direct(8 if more else 4, thread_n, lanes=8)
 
     return choose
+
+
+def _alternatives(*packed: str) -> Callable[[Target, Values], list[dict[str, Any]]]:
+    """Tuning choices to measure: all tiles, with and without prefetch.
+
+    packed   the ways to lay operands out that the kernel allows beside turning all of them
+    """
+
+    def alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
+        if target.kind == "cpu":
+            plain = [direct(m, n) for m, n in ((8, 8), (4, 8), (8, 4), (4, 16), (4, 4))]
+            if target.lanes != 8:
+                return plain
+            widths = (8, 16, 24, 32, 40)
+            return plain[:2] + [direct(m, n, lanes=8) for m in (4, 8) for n in widths]
+        tiles = [*_STAGED, (64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
+        return [
+            staged(m, n, _tile_k(target, m, n, how), tm, tn, prefetch=prefetch, packed=how)
+            for m, n, tm, tn, _ in tiles
+            for prefetch in (0, 1)
+            for how in ("", *packed)
+        ]
+
+    return alternatives
 
 
 def _tiles(m: int, n: int, choices: Values) -> int:
@@ -205,6 +235,7 @@ FORWARD = Kernel(
     writes={"out": "*rows out_stride"},
     options={"x_start": 0, "out_start": 0, "activation": "none"},
     choose=_choose("rows", "d_out", "d_in", packed="ab"),
+    alternatives=_alternatives("ab"),
     grid=_grid("rows", "d_out"),
     vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, out=_OUT),
     flops=_flops,
@@ -217,6 +248,7 @@ BACKWARD_X = Kernel(
     adds={"dx": "*rows dx_stride"},
     options={"dout_start": 0, "dx_start": 0},
     choose=_choose("rows", "d_in", "d_out"),
+    alternatives=_alternatives("a"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(dout=_DOUT, weight=("d_in",), dx=("dx_start", "dx_stride", "d_in")),
     flops=_flops,
@@ -229,6 +261,7 @@ BACKWARD_X_PARTIAL = Kernel(
     writes={"dx_partials": "parts part_stride"},
     options={"dout_start": 0},
     choose=_choose("rows", "d_in", "d_out"),
+    alternatives=_alternatives("a"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(dout=_DOUT, weight=("d_in",), dx_partials=("d_in", "part_stride")),
     flops=_flops,
@@ -243,6 +276,7 @@ BACKWARD_WEIGHT = Kernel(
     adds={"dweight": "d_out d_in", "dbias?": "d_out"},
     options={"dout_start": 0, "x_start": 0},
     choose=_choose("d_out", "d_in", "rows", prefetch=False, tall=True),
+    alternatives=_alternatives(),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
     flops=_flops,
@@ -255,6 +289,7 @@ BACKWARD_WEIGHT_PARTIAL = Kernel(
     writes={"weight_partials": "parts weight_stride", "bias_partials?": "parts bias_stride"},
     options={"d_out": 1, "d_in": 1, "dout_start": 0, "x_start": 0},
     choose=_choose("d_out", "d_in", "rows", tall=True),
+    alternatives=_alternatives(),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, weight_partials=("d_in", "weight_stride")),
     flops=_flops,
