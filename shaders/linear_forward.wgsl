@@ -1,4 +1,4 @@
-// out[r, out_start + o] = act(sum over i of x[r, x_start + i] * weight[o, i] + bias[o]) + residual[r, o]
+// out[r, out_start + o] = act(scale * sum over i of x[r, x_start + i] * weight[o, i] + bias[o] + addend[r, o]) + residual[r, o]
 $$ set lines_m, lines_n, depth, from_k, to_k, row_sums = rows, d_out, d_in, "0u", d_in ~ "u", false
 $$ set a = {"name": "x", "stride": x_stride, "start": x_start, "along": "k"}
 $$ set b = {"name": "weight", "stride": d_in, "start": 0, "along": "k"}
@@ -11,8 +11,14 @@ $$ endif
 fn finish(r: u32, o: u32, sum: {{ out_type }}) {
     if (r >= rows || o >= d_out) { return; }
     var value = sum;
+$$ if scale != 1.0
+    value *= {{ scale | f32 }};
+$$ endif
 $$ if "bias" in bound
     value += bias[o / {{ width }}u];
+$$ endif
+$$ if "addend" in bound
+    value += addend[(r * d_out + o) / {{ width }}u];
 $$ endif
 $$ if activation == "softplus" and width == 4
     value = vec4f(softplus(value.x), softplus(value.y), softplus(value.z), softplus(value.w));

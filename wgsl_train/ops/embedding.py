@@ -1,6 +1,6 @@
 """Looking tokens up in a table, which may lie in several pieces."""
 
-from ..kernel import Kernel, Tensor, Values, by_kind, elementwise, spread
+from ..kernel import Kernel, Target, Tensor, Values, elementwise, spread
 from ..plan import Plan
 
 
@@ -19,17 +19,25 @@ FORWARD = Kernel(
     traffic=lambda v: 8 * v["rows"] * v["d_model"],
 )
 
+
+
+def _choose(target: Target, v: Values) -> Values:
+    """per_lane: tokens that a lane compares between barriers; subgroup: 1 where subgroups of 8
+    look through the batch for a row of the table each, which pays while that is few looks."""
+    if target.kind != "cpu":
+        return {"workgroup": 256, "per_lane": 8, "unroll": 8, "subgroup": 0}
+    if target.lanes == 8 and v["rows"] * v["piece_rows"] <= 1 << 22 and v["d_model"] <= 1024:
+        return {"workgroup": 8, "subgroup": 1}
+    return {"workgroup": 32, "per_lane": 64, "unroll": 4, "subgroup": 0}
+
+
 BACKWARD = Kernel(
     "embedding_backward",
     reads={"dout": "*rows d_model", "tokens": "*rows"},
     writes={"dweight": "piece_rows d_model"},  # in place, and only rows of tokens that occur
     options={"first_row": 0},
-    # per_lane: tokens that a lane compares between barriers
-    choose=by_kind(
-        {"workgroup": 256, "per_lane": 8, "unroll": 8},
-        cpu={"workgroup": 32, "per_lane": 64, "unroll": 4},
-    ),
-    grid=lambda v: spread(v["rows"]),
+    choose=_choose,
+    grid=lambda v: spread(v["piece_rows" if v["subgroup"] else "rows"]),
     vec4=lambda v: ("dout", "dweight") if v["d_model"] % 4 == 0 else (),
     u32=frozenset({"tokens"}),
     flops=lambda v: v["rows"] * v["d_model"],
