@@ -1,8 +1,12 @@
+import os
+
 import numpy as np
 import pytest
 
 from wgsl_train.device import request_device
 from wgsl_train.encoder import Buffers
+
+os.environ["WGSL_TRAIN_NO_TUNING"] = "1"  # what this machine's user has tuned is no part of tests
 
 
 @pytest.fixture(scope="session")

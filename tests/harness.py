@@ -28,7 +28,8 @@ class Variant:
     kind: str
 
     def target(self, target: Target) -> Target:
-        tuned = {self.kernel.key(self.dims): self.case.choices} if self.case.choices else {}
+        key = self.kernel.key(self.dims, self.options)
+        tuned = {key: self.case.choices} if self.case.choices else {}
         return replace(target, kind=self.kind, tuned=tuned)
 
     @property

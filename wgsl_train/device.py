@@ -20,6 +20,7 @@ os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 import wgpu
 import wgpu.backends.wgpu_native
 
+from . import tuned
 from .errors import DeviceError
 from .kernel import Target
 
@@ -76,6 +77,14 @@ class Device:
     def is_cpu(self) -> bool:
         """Whether a CPU emulates the GPU (lavapipe, SwiftShader, WARP)."""
         return self.info.kind == "CPU"
+
+    @property
+    def identity(self) -> str:
+        """What tuned choices are valid for: adapter, driver, and versions of what compiles."""
+        from . import __version__  # not known yet while the package is being imported
+
+        driver = f"{self.info.backend} {self.info.driver}".strip()
+        return f"{self.name} | {driver} | wgpu {wgpu.__version__} | wgsl_train {__version__}"
 
     @property
     def timestamp_period(self) -> float:
@@ -177,6 +186,9 @@ def request_device(
                   "discrete"
     quiet         no warning line for a CPU adapter
 
+    Choices that `wgsl-train tune` stored for this adapter are used, unless limits or kind are
+    given, or the environment's WGSL_TRAIN_NO_TUNING is 1.
+
     Raises DeviceError where there is none, or the choice is ambiguous or refused.
     """
     if selector is None:
@@ -212,7 +224,10 @@ def request_device(
         lanes=_lanes(info) if "subgroup" in features else 1,
         **granted,  # type: ignore[arg-type]
     )
-    return Device(info, device, target)
+    opened = Device(info, device, target)
+    if limits or kind:
+        return opened
+    return with_target(opened, tuned=tuned.load(opened.identity))
 
 
 def _lanes(info: AdapterInfo) -> int:

@@ -214,6 +214,8 @@ class Kernel:
     grid     values -> workgroups along x, y, z
     options  compile-time constants of a dispatch and their defaults
     choose   tuning choices for a target: names the template may use, "workgroup" among them
+    alternatives   other choices that may be faster on some adapter, for `wgsl-train tune` to
+             measure: each overrides what `choose` says. They change no tensor's shape
     vec4     values -> bindings that are arrays of vec4<f32> rather than f32
     u32      bindings of unsigned integers
     flops    values -> floating-point operations, for the profiler
@@ -227,6 +229,7 @@ class Kernel:
     adds: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     choose: Callable[[Target, Values], Values] = _DEFAULT_CHOICES
+    alternatives: Callable[[Target, Values], Iterable[Values]] = lambda target, values: ()
     vec4: Callable[[Values], Iterable[str]] = lambda v: ()
     u32: frozenset[str] = frozenset()
     flops: Callable[[Values], int] = lambda v: 0
@@ -283,11 +286,21 @@ class Kernel:
             raise ShapeError(f"{self.name} has no option {sorted(unknown)}")
         values = {**dims, **self.options, **options}
         values |= self.choose(target, values)
-        return values | dict(target.tuned.get(self.key(dims), {}))
+        if target.tuned:
+            values |= target.tuned.get(self.key(dims, options), {})
+        return values
 
-    def key(self, dims: Values) -> str:
-        """Name of this kernel at these dims, for tables of tuned choices."""
-        return " ".join([self.name, *(f"{k}={v}" for k, v in dims.items())])
+    def key(self, dims: Values, options: Values) -> str:
+        """Name of this kernel at these dims and options, for tables of tuned choices.
+
+        Options that are no plain values (tables of offsets, of names) are left out.
+        """
+        plain = {
+            name: value
+            for name, value in {**self.options, **options}.items()
+            if isinstance(value, (int, float, str))
+        }
+        return " ".join([self.name, *(f"{k}={v}" for k, v in {**dims, **plain}.items())])
 
     def render(
         self, dims: Values, values: Values, bound: Iterable[str], accumulate: Iterable[str]

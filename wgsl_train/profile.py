@@ -45,8 +45,9 @@ class Profile:
     """The profile of a step. Times in seconds.
 
     wall     of one step in a run of steps, as a user sees it
-    encode   of it, in which Python encodes and submits; hidden behind the GPU's work on the step
-             before, unless it is longer
+    encode   of it, in which Python encodes; hidden behind the GPU's work on the step before,
+             unless it is longer
+    submit   of it, in which the driver takes the commands; hidden likewise
     gpu      sum over all dispatches, each timed in a pass of its own
     idle     wall - gpu: gaps between dispatches, waiting for the host; near 0 is good, and below 0
              where passes of their own cost more than they take in one
@@ -57,6 +58,7 @@ class Profile:
     seqlen: int
     wall: float
     encode: float
+    submit: float
     gpu: float
     idle: float
     ceilings: Ceilings | None
@@ -75,8 +77,8 @@ class Profile:
         lines = [
             f"{self.adapter}, batch {self.batch} x {self.seqlen} tokens, timed by {self.timed_by}",
             f"step {self.wall * 1e3:.3f} ms ({tokens / self.wall:,.0f} tokens/s): GPU "
-            f"{self.gpu * 1e3:.3f} ms, idle {self.idle * 1e3:.3f} ms; encoding and submitting "
-            f"{self.encode * 1e3:.3f} ms",
+            f"{self.gpu * 1e3:.3f} ms, idle {self.idle * 1e3:.3f} ms; encoding "
+            f"{self.encode * 1e3:.3f} ms, submitting {self.submit * 1e3:.3f} ms",
         ]
         head = f"{'kernel':34}{'n':>5}{'ms':>10}{'share':>8}{'GB/s':>9}{'GFLOP/s':>10}"
         if self.ceilings:
@@ -100,25 +102,24 @@ class Profile:
         return "\n".join(lines)
 
     def write_trace(self, path: str | Path) -> None:
-        """A trace file for Perfetto or chrome://tracing: dispatches one after another."""
+        """A trace file for Perfetto or chrome://tracing: dispatches one after another, or whole
+        sections where there are no timestamp queries."""
         events: list[dict[str, Any]] = []
         start = 0.0
+
+        def add(name: str, where: str, seconds: float, detail: dict[str, Any]) -> None:
+            nonlocal start
+            event = {"name": name, "cat": where, "ph": "X", "ts": start * 1e6, "args": detail}
+            events.append({**event, "dur": seconds * 1e6, "pid": 1, "tid": 1})
+            start += seconds
+
         for t in self.timings:
             d = t.dispatch
             detail = {"grid": d.grid, "bytes": d.nbytes, "flops": d.flops, "where": d.label}
-            events.append(
-                {
-                    "name": d.kernel.name,
-                    "cat": d.label or "step",
-                    "ph": "X",
-                    "ts": start * 1e6,
-                    "dur": t.seconds * 1e6,
-                    "pid": 1,
-                    "tid": 1,
-                    "args": {**detail, **d.dims},
-                }
-            )
-            start += t.seconds
+            add(d.kernel.name, d.label or "step", t.seconds, {**detail, **d.dims})
+        if not self.timings:
+            for row in self.rows:
+                add(row.kernel, "step", row.seconds, {"bytes": row.nbytes, "flops": row.flops})
         names = [
             {"name": n, "ph": "M", "pid": 1, "tid": 1, "args": {"name": v}}
             for n, v in (("process_name", self.adapter), ("thread_name", "GPU"))
@@ -143,11 +144,11 @@ def _fastest(device: Device, kernel: Kernel, n: int) -> Timing:
     buffers = Buffers(device)
     encoder = Encoder(buffers, plan)
     encoder.write(x, np.random.default_rng(0).random(n, np.float32))
-    _warm_up(encoder, "forward")
+    warm_up(encoder, "forward")
     return min((encoder.time("forward")[0] for _ in range(5)), key=lambda t: t.seconds)
 
 
-def _warm_up(encoder: Encoder, *sections: str, seconds: float = 0.3) -> None:
+def warm_up(encoder: Encoder, *sections: str, seconds: float = 0.3) -> None:
     """Run for a while: a GPU that was idle runs at a low clock at first."""
     end = time.perf_counter() + seconds
     last = encoder.plan.dispatches[-1].bound("writes", "adds")
@@ -168,8 +169,13 @@ def profile_step(
     steps: int = 10,
     activation_checkpointing: bool = False,
 ) -> Profile:
-    """Profile one training step on random tokens. The model's weights are not changed: the
-    learning rate is zero."""
+    """Profile one training step on random tokens, as the mean over `steps` of them.
+
+    They are real optimizer steps, under the hyper-parameters that are on the GPU: weights, moments
+    and counters move, and the log fills. `Trainer.profile` puts everything back. Where the adapter
+    has no timestamp queries, whole sections are timed by the host's clock, and there are no
+    ceilings; the profile says so.
+    """
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, model.config.vocab_size, (2, batch, seqlen))
     step = model.step_encoder(
@@ -177,12 +183,16 @@ def profile_step(
     )
     encoder, tensors = step.encoder, step.tensors
     model.load_batch(step, tokens.astype(np.uint32), targets.astype(np.uint32), tokens.size)
-    _warm_up(encoder, *SECTIONS)
-    begin, encode = time.perf_counter(), 0.0
+    warm_up(encoder, *SECTIONS)
+    encode = submit = 0.0
+    begin = time.perf_counter()
     for _ in range(steps):
-        before = time.perf_counter()
-        encoder.run(*SECTIONS)
-        encode += time.perf_counter() - before
+        start = time.perf_counter()
+        commands = encoder.encode(*SECTIONS)
+        encoded = time.perf_counter()
+        encoder.submit(commands)
+        encode += encoded - start
+        submit += time.perf_counter() - encoded
     encoder.read(tensors.loss)
     wall = (time.perf_counter() - begin) / steps
     if "timestamp-query" in model.device.target.features:
@@ -194,9 +204,19 @@ def profile_step(
         rows = [_section(encoder, s, steps, tensors.loss) for s in SECTIONS]
     gpu = sum(r.seconds for r in rows)
     return Profile(
-        str(model.device), batch, seqlen, wall, encode / steps, gpu, wall - gpu, ceilings, rows,
-        timed_by, timings,
-    )  # fmt: skip
+        adapter=str(model.device),
+        batch=batch,
+        seqlen=seqlen,
+        wall=wall,
+        encode=encode / steps,
+        submit=submit / steps,
+        gpu=gpu,
+        idle=wall - gpu,
+        ceilings=ceilings,
+        rows=rows,
+        timed_by=timed_by,
+        timings=timings,
+    )
 
 
 def _by_kernel(timings: Sequence[Timing]) -> list[Row]:

@@ -37,6 +37,9 @@ FORWARD = Kernel(
     },
     writes={"u_delta": "batch seqlen two_d_inner"},
     choose=_choices,
+    alternatives=lambda target, v: [
+        {"workgroup": workgroup, "run": run} for workgroup in (64, 128, 256) for run in (16, 32, 64)
+    ],
     grid=_grid,
     vec4=lambda v: ("xz", "bias", "state", "u_delta") if v["d_inner"] % 4 == 0 else (),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (v["d_conv"] + 2),
@@ -66,6 +69,7 @@ BACKWARD = Kernel(
     },
     options={"run": 64},  # timesteps of a lane, and of a partial sum
     choose=by_kind({"workgroup": 64, "unroll": 4}),
+    alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in (32, 128, 256)],
     grid=_grid,
     vec4=lambda v: ("du_ddt", "xz", "bias", "dxz") if v["d_inner"] % 4 == 0 else (),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (3 * v["d_conv"] + 6),

@@ -21,6 +21,9 @@ CROSS_ENTROPY = Kernel(
     writes={"logits": "*rows vocab_size", "row_loss": "*rows"},
     options={"gradient": True},  # False: the logits stay
     choose=_choices,
+    alternatives=lambda target, v: [
+        {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (1, 16, 64)
+    ],
     grid=lambda v: spread(ceil_div(v["rows"], v["workgroup"] // v["lanes"])),
     vec4=lambda v: ("logits",) if v["vocab_size"] % 4 == 0 else (),
     u32=frozenset({"targets"}),

@@ -39,6 +39,9 @@ GRAD_NORM_BLOCKS = Kernel(
     writes={"block_sums": "total_blocks four"},
     options={"first_block": 0},
     choose=by_kind({"workgroup": 256, "lanes": 32}, cpu={"workgroup": 16, "lanes": 1}),
+    alternatives=lambda target, v: [
+        {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (1, 16, 64)
+    ],
     grid=lambda v: spread(ceil_div(v["n"] // BLOCK, v["workgroup"] // v["lanes"])),
     vec4=lambda v: ("grads", "block_sums"),
     flops=lambda v: 2 * v["n"],

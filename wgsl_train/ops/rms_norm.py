@@ -10,16 +10,22 @@ FORWARD = Kernel(
     writes={"out": "*rows d_model", "inv": "*rows"},
     options={"eps": 1e-5},
     choose=by_kind({"workgroup": 256, "lanes": 32}, cpu={"workgroup": 64, "lanes": 1}),
+    alternatives=lambda target, v: [
+        {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (1, 16, 64)
+    ],
     grid=lambda v: spread(ceil_div(v["rows"], v["workgroup"] // v["lanes"])),
     vec4=lambda v: ("x", "weight", "out") if v["d_model"] % 4 == 0 else (),
     flops=lambda v: 4 * v["rows"] * v["d_model"],
 )
 
 
+_WORKGROUPS = (256, 192, 128, 64)
+
+
 def _backward_choices(target: Target, v: Values) -> dict[str, int]:
     """The workgroup that leaves the fewest lanes without a column."""
     columns = v["d_model"] // 4 if v["d_model"] % 4 == 0 else v["d_model"]
-    return {"workgroup": min((256, 192, 128, 64), key=lambda w: (ceil_div(columns, w) * w, -w))}
+    return {"workgroup": min(_WORKGROUPS, key=lambda w: (ceil_div(columns, w) * w, -w))}
 
 
 BACKWARD = Kernel(
@@ -34,6 +40,7 @@ BACKWARD = Kernel(
     adds={"dx": "*rows d_model"},
     options={"rows_per_group": 16},  # 16, 32 or 64
     choose=_backward_choices,
+    alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in _WORKGROUPS],
     grid=lambda v: spread(ceil_div(v["rows"], v["rows_per_group"])),
     vec4=lambda v: (
         ("dout", "x", "weight", "dx", "weight_partials") if v["d_model"] % 4 == 0 else ()
