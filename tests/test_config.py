@@ -184,7 +184,8 @@ def test_plain_models_are_what_transformers_reads():
     assert theirs["hidden_act"] == "silu"
     assert theirs["intermediate_size"] == 192
     assert theirs["time_step_rank"] == 4
-    assert "wgsl_train" not in theirs
+    assert theirs["rescale_prenorm_residual"] is False  # or transformers draws out_proj anew
+    assert theirs["wgsl_train"] == {"rescale_prenorm_residual": True}
     assert TINY.keys() - theirs.keys() <= {
         "dtype", "transformers_version", "use_cache", "time_step_init_scheme",
     }  # fmt: skip
@@ -205,7 +206,7 @@ def test_what_transformers_would_compute_otherwise_it_must_refuse(field, value):
     assert theirs["model_type"] == "wgsl_train_mamba"
     assert theirs["architectures"] == []
     assert theirs["hidden_act"] != "silu"  # stops MambaForCausalLM, which reads any model_type
-    assert list(theirs["wgsl_train"]) == [field]
+    assert theirs["wgsl_train"].keys() == {field, "rescale_prenorm_residual"}
 
 
 def test_an_initialisation_alone_leaves_the_model_plain():

@@ -39,6 +39,7 @@ import fnmatch
 import json
 import math
 import numbers
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -47,6 +48,8 @@ from typing import Any, Literal, Self
 
 from .errors import ConfigError
 
+WRITE_THROUGH = {"train": ("*.x_proj.*",), "max_delta": 0.05}
+LORA_TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 NO_DECAY = ("*A_log", "*.D", "*norm*.weight", "*.bias")
 VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers cannot express
 
@@ -286,6 +289,8 @@ class MambaConfig(_Checked):
         extra: dict[str, Any] = dict(inexpressible)
         if self.init != "official":
             extra["init"] = self.init
+        if self.rescale_prenorm_residual:
+            extra["rescale_prenorm_residual"] = True
         if self.pad_vocab_size_multiple != 1:
             extra["vocab_size"] = self.vocab_size
             extra["pad_vocab_size_multiple"] = self.pad_vocab_size_multiple
@@ -295,6 +300,9 @@ class MambaConfig(_Checked):
             "model_type": VARIANT if inexpressible else "mamba",
             "hidden_act": f"silu in {VARIANT}" if inexpressible else "silu",
             **known,
+            # it is about first weights only, but transformers draws out_proj anew where it is set,
+            # also for a model that it loads
+            "rescale_prenorm_residual": False,
             "vocab_size": self.padded_vocab_size,
             "intermediate_size": self.d_inner,
         }
@@ -345,7 +353,8 @@ class MambaConfig(_Checked):
         extra = config.get("wgsl_train", {})
         if not isinstance(extra, Mapping):
             raise ConfigError(f"config.json: wgsl_train is {extra!r}, not an object")
-        allowed = [*_CHANGES_LOGITS, "init", "vocab_size", "pad_vocab_size_multiple"]
+        allowed = [*_CHANGES_LOGITS, "init", "rescale_prenorm_residual"]
+        allowed += ["vocab_size", "pad_vocab_size_multiple"]
         check_keys(extra, allowed, "config.json: wgsl_train")
         made = cls.from_dict(values | dict(extra))
         for key, ours in (
@@ -466,6 +475,10 @@ class TrainConfig(_Checked):
     no_decay                 weights whose name matches such a pattern do not decay
     max_grad_norm            gradients are scaled down to this global L2 norm; 0: never
     max_delta                bound on one step's change of one weight, decay aside; 0: none
+    train                    only weights whose name matches such a pattern train; by default all
+    lora_rank                train a low-rank adapter of this rank, and nothing else; 0: none
+    lora_alpha               the adapter counts lora_alpha / rank times
+    lora_targets             projections that get an adapter
     steps                    optimizer steps of the whole run; or epochs
     epochs                   passes over the data; or steps
     batch_size               sequences in a batch
@@ -495,6 +508,10 @@ class TrainConfig(_Checked):
     no_decay: tuple[str, ...] = NO_DECAY
     max_grad_norm: float = _rule(1.0, 0.0, 3e38)
     max_delta: float = _rule(0.0, 0.0, 3e38)
+    train: tuple[str, ...] = ()
+    lora_rank: int = _rule(0, 0, 1 << 16)
+    lora_alpha: float = _rule(16.0, 1e-6, 1e6)
+    lora_targets: tuple[str, ...] = LORA_TARGETS
     steps: int | None = _rule(None, 1)
     epochs: int | None = _rule(None, 1)
     batch_size: int = _rule(8, 1, 1 << 20)
@@ -516,10 +533,24 @@ class TrainConfig(_Checked):
             raise ConfigError(
                 f"TrainConfig.steps is {self.steps} and epochs is {self.epochs}: set one of the two"
             )
+        for target in self.lora_targets:
+            if target not in LORA_TARGETS:
+                self._refuse("lora_targets", target, ", ".join(LORA_TARGETS))
+        if not self.lora_targets:
+            self._refuse("lora_targets", self.lora_targets, f"some of {', '.join(LORA_TARGETS)}")
+        if self.lora_targets != LORA_TARGETS and not self.lora_rank:
+            self._refuse("lora_rank", 0, "1 or more, where lora_targets are chosen")
+        if self.lora_rank and self.train:
+            self._refuse("train", self.train, "nothing, where an adapter trains (lora_rank)")
         if self.min_lr > self.lr:
             self._refuse("min_lr", self.min_lr, f"at most lr, {self.lr}")
         if self.steps is not None and self.warmup_steps > self.steps:
             self._refuse("warmup_steps", self.warmup_steps, f"at most steps, {self.steps}")
+
+    @classmethod
+    def write_through(cls, **overrides: Any) -> Self:
+        """Narrow training of x_proj alone, of which no step moves a weight by more than 0.05."""
+        return cls.from_dict(WRITE_THROUGH | overrides)
 
     def total_steps(self, batches_per_epoch: int) -> int:
         """Optimizer steps of a whole run. An epoch's last, partial window is a step too.
@@ -534,7 +565,20 @@ class TrainConfig(_Checked):
 
     def decays(self, name: str) -> bool:
         """Whether the parameter of this name is subject to weight decay."""
-        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.no_decay)
+        return not _matches(name, self.no_decay)
+
+    def trained(self, names: Iterable[str]) -> frozenset[str]:
+        """Which of these parameters train. Raises ConfigError where a pattern matches none."""
+        names = list(names)
+        for pattern in self.train:
+            if not any(_matches(name, [pattern]) for name in names):
+                kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+                self._refuse("train", pattern, f"patterns that match some of {', '.join(kinds)}")
+        return frozenset(n for n in names if not self.train or _matches(n, self.train))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def load_toml(path: str | Path) -> dict[str, dict[str, Any]]:
