@@ -23,6 +23,7 @@ from wgsl_train.errors import ConfigError
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 40
+COMMANDS = ("train", "eval", "generate", "merge", "profile", "tune", "devices", "doctor")
 SIZES = ("--d-model=8", "--n-layer=1", "--d-state=4", "--batch-size=2", "--seq-len=16")
 
 
@@ -258,6 +259,59 @@ def test_fine_tuning_starts_from_a_model(run, train):
     refuses(train("--from-pretrained=nowhere", out="x"), "nowhere: no such folder")
 
 
+def test_narrow_training_and_widening_again(run, train):
+    assert train(out="base").code == 0
+    base = wt.checkpoint.load_tensors(checkpoint.latest("base"))
+    done = train("--from-pretrained=base", "--write-through", "--lr=1e-2", out="narrow")
+    assert done.code == 0, done.err
+    assert re.search(
+        r"trained    144 trainable of [\d,]+ \([\d.]+%\); optimizer state 1,152 bytes, [\d,]+ fewer",
+        done.err,
+    )
+    narrow = wt.checkpoint.load_tensors(checkpoint.latest("narrow"))
+    for name in base:
+        assert ("x_proj" in name) != np.array_equal(base[name], narrow[name]), name
+    wide = run(
+        "train", "--data=text.txt", "--out=narrow", "--resume", "--steps=4", "--train=*.D",
+        "--train=*.x_proj.*",
+    )  # fmt: skip
+    assert wide.code == 0, wide.err
+    assert "warning: checkpoint-3 was made without updating backbone.layers.0.mixer.D" in wide.err
+    unknown = train("--train=q_proj", out="other")
+    refuses(unknown, r"TrainConfig.train is 'q_proj'; allowed: patterns that match some of back")
+
+
+def test_an_adapter_learns_new_text_better_than_its_base_knows_it(run, train, tmp_path):
+    (tmp_path / "new.txt").write_bytes(b"pack my box with five dozen liquor jugs. " * 40)
+    assert train("--lr=1e-2", out="base", steps=20).code == 0
+    done = train(
+        "--from-pretrained=base", "--lora-rank=4", "--lora-alpha=8", "--lr=1e-2",
+        data="new.txt", out="lora", steps=20,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert re.search(
+        r"trained    adapted 1 of 1 layers, 373 trainable of [\d,]+ \([\d.]+%\); optimizer state "
+        r"2,984 bytes, [\d,]+ fewer than for all", done.err
+    )  # fmt: skip
+
+    def loss(model):
+        seen = run("eval", model, "--data=new.txt", "--batch-size=2", "--seq-len=16")
+        assert seen.code == 0, seen.err
+        return json.loads(seen.out)["eval_loss"]
+
+    assert loss("lora") < loss("base") - 0.1
+    assert run("merge", "lora", "--out=merged").code == 0
+    assert loss("merged") == pytest.approx(loss("lora"), rel=1e-5)
+    weights = [wt.checkpoint.load_tensors(checkpoint.latest(d)) for d in ("base", "lora")]
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+    refuses(run("merge", "base", "--out=other"), "has no adapter")
+    again = run("train", "--data=new.txt", "--out=lora", "--resume", "--steps=21")
+    assert again.code == 0, again.err
+    assert "adapted 1 of 1 layers" in again.err
+    unknown = train("--lora-rank=4", "--lora-targets=q_proj,in_proj", out="other")
+    refuses(unknown, "lora_targets is 'q_proj'; allowed: in_proj, x_proj, dt_proj, out_proj")
+
+
 # What is refused
 
 USAGE = 2
@@ -458,7 +512,7 @@ def test_the_doctor_does_not_trust_adapters_known_to_be_wrong(run, monkeypatch, 
 
 def test_version_and_help(run):
     assert run("--version").out.strip() == wt.__version__
-    for command in ("train", "eval", "generate", "devices", "doctor"):
+    for command in COMMANDS:
         done = run(command, "--help")
         assert done.code == 0
         assert done.out.startswith(f"Usage: wgsl-train {command}")
@@ -473,7 +527,7 @@ def test_every_option_has_help(run):
         described = cli._field_help(cls)
         assert [f.name for f in fields(cls) if not described.get(f.name)] == []
     commands = typer.main.get_command(cli.app).commands
-    assert set(commands) == {"train", "eval", "generate", "devices", "doctor"}
+    assert set(commands) == set(COMMANDS)
     for name, command in commands.items():
         assert [p.name for p in command.params if not p.help] == [], name
     for name in commands:
@@ -567,3 +621,34 @@ def test_a_reader_that_goes_away(tmp_path):
     )
     assert done.stdout.startswith("Usage")
     assert "Traceback" not in done.stderr
+
+
+# Profile and tune
+
+
+def test_profile(run, train):
+    train(steps=1)
+    shape = ("--batch-size=2", "--seq-len=16", "--steps=1")
+    done = run("profile", "run", *shape, "--json=p.json", "--trace=t.json")
+    assert done.code == 0, done.err
+    assert "batch 2 x 16 tokens, timed by timestamp queries" in done.out
+    assert re.search(r"^linear_forward +\d+ +[\d.]+ +[\d.]+%", done.out, re.M)
+    assert json.loads(Path("p.json").read_text())["seqlen"] == 16
+    assert json.loads(Path("t.json").read_text())["traceEvents"]
+    assert run("profile", *SIZES, "--steps=1", "--activation-checkpointing").code == 0
+    refuses(run("profile", "run", "--d-model=16"), "d_model is 16, but run/checkpoint-1 has 8")
+    refuses(run("profile", "nowhere"), "nowhere: no such folder")
+
+
+def test_tune(run, monkeypatch, tmp_path, device):
+    monkeypatch.setenv("WGSL_TRAIN_CACHE", str(tmp_path / "cache"))
+    given = ("tune", *SIZES, "--kernel=rms_norm_forward")
+    done = run(*given, "--dry-run")
+    assert done.code == 0, done.err
+    assert re.search(r"^rms_norm_forward +[\d.]+ +[\d.]+ +[\d.]+%  .*; rows=32", done.out, re.M)
+    assert "1 measured: " in done.out
+    assert not (tmp_path / "cache").exists()
+    done = run(*given)
+    assert "stored     " in done.err
+    assert list(json.loads((tmp_path / "cache" / "tuning.json").read_text())) == [device.identity]
+    refuses(run(*given[:-1], "--kernel=sum"), "no kernel of this step that 'sum' names has")

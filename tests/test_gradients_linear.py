@@ -25,6 +25,7 @@ FORWARD = {
     "x_start": X_START,
     "out_start": OUT_START,
     "activation": "none",
+    "scale": 1.5,
 }
 
 
@@ -34,6 +35,7 @@ def test_backward_is_the_derivative_of_forward(rng):
         "weight": (D_OUT, D_IN),
         "bias": (D_OUT,),
         "residual": (ROWS, D_OUT),
+        "addend": (ROWS, D_OUT),
     }
     arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     dout = rng.normal(size=(ROWS, OUT_STRIDE))
@@ -43,16 +45,17 @@ def test_backward_is_the_derivative_of_forward(rng):
         return np.nansum(dout * out)
 
     x, weight, bias = arrays["x"], arrays["weight"], arrays["bias"]
-    grads = linear_backward_weight(dout, x, D_OUT, D_IN, OUT_START, X_START, dbias=bias)
-    dx = linear_backward_x(dout, weight, X_STRIDE, OUT_START, X_START)["dx"]
+    grads = linear_backward_weight(1.5 * dout, x, D_OUT, D_IN, OUT_START, X_START, dbias=bias)
+    dx = linear_backward_x(dout, weight, X_STRIDE, OUT_START, X_START, scale=1.5)["dx"]
     untouched = np.isnan(dx)
     assert (untouched == untouched[0]).all()
     assert list(untouched[0].nonzero()[0]) == [0, 5]
     claimed = {
         "x": np.nan_to_num(dx),
         "weight": grads["dweight"],
-        "bias": grads["dbias"],
+        "bias": grads["dbias"] / 1.5,
         "residual": dout[:, OUT_START:],
+        "addend": dout[:, OUT_START:],
     }
     finite_differences.check(loss, arrays, claimed)
 

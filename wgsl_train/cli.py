@@ -1,4 +1,4 @@
-"""The command line: wgsl-train train | eval | generate | doctor | devices."""
+"""The command line: wgsl-train train | eval | generate | profile | tune | doctor | devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -22,17 +22,29 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from . import __version__, checkpoint
-from .config import NO_DECAY, MambaConfig, TrainConfig, check_keys, load_toml
+from . import __version__, checkpoint, tuned
+from .config import (
+    LORA_TARGETS,
+    NO_DECAY,
+    WRITE_THROUGH,
+    MambaConfig,
+    TrainConfig,
+    check_keys,
+    load_toml,
+)
 from .data import Dataset, Tokenizer, load_tokenizer
 from .device import Device, list_adapters, no_adapter, request_device
 from .doctor import diagnose
 from .errors import ConfigError, DataError, DeviceError, WgslTrainError
 from .kernel import Target
 from .model import Model, StepPlan, find_checkpoint, plan_step
+from .models import lora
+from .models.lora import Lora
 from .models.mamba import parameters
 from .plan import Layout, Memory
 from .train import Trainer, evaluate, saved_config
+from .tune import Tuned
+from .tune import tune as measure_choices
 
 app = typer.Typer(
     add_completion=False,
@@ -74,6 +86,16 @@ TokenizerOption = Annotated[
     Path | None,
     typer.Option(help="A tokenizer.json; by default the model's own, or bytes for a new model."),
 ]
+ModelArgument = Annotated[
+    Path | None,
+    typer.Argument(help="A run's folder, or a checkpoint; by default a new model of the sizes."),
+]
+BatchSizeOption = Annotated[int, typer.Option(min=1, help="Sequences in a batch.")]
+SeqLenOption = Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")]
+CheckpointingOption = Annotated[
+    bool,
+    typer.Option("--activation-checkpointing", help="Recompute each layer in the backward pass."),
+]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Of the ids in .bin files. [default: uint16]")
 ]
@@ -103,6 +125,8 @@ _HELP_ENDS = {  # where a default is no plain value, or the option takes more th
     "vocab_size": "[default: the tokenizer's]",
     "epochs": f"[default: {DEFAULT_EPOCHS}, without --steps]",
     "memory_budget": "A unit may follow, as in 8GiB.",
+    "train": "May be given again.",
+    "lora_targets": f"May be given again. [default: {' '.join(LORA_TARGETS)}]",
     "no_decay": f"May be given again. [default: {' '.join(NO_DECAY)}]",
 }
 
@@ -116,6 +140,9 @@ def _help(f: Field[Any], described: str) -> str:
     return f"{described[0].upper()}{described[1:]}. {_HELP_ENDS.get(f.name, end)}".strip()
 
 
+_TYPES = (int, float, tuple[float, float], tuple[int, int])  # that typer reads
+
+
 def _option_type(f: Field[Any], hint: Any) -> Any:
     if f.name in ("dt_rank", "memory_budget"):  # a number, or "auto"; a number with a unit
         return str
@@ -124,7 +151,7 @@ def _option_type(f: Field[Any], hint: Any) -> Any:
         return list[str]
     if hint in (bool, int, float):
         return hint
-    return kinds[0] if len(kinds) == 1 and kinds[0] in (int, float, tuple[float, float]) else str
+    return kinds[0] if len(kinds) == 1 and kinds[0] in _TYPES else str
 
 
 def _options(cls: type) -> Iterator[inspect.Parameter]:
@@ -161,6 +188,8 @@ def _flags(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
     values = {f.name: given[f.name] for f in fields(cls) if given[f.name] not in (None, [])}
     if re.fullmatch(r"\d+", str(values.get("dt_rank"))):
         values["dt_rank"] = int(values["dt_rank"])
+    if "lora_targets" in values:
+        values["lora_targets"] = [t for text in values["lora_targets"] for t in text.split(",")]
     return values
 
 
@@ -243,6 +272,10 @@ def train(
         bool,
         typer.Option("--dry-run", help="Print plan, parameters and memory; train nothing."),
     ] = False,
+    write_through: Annotated[
+        bool,
+        typer.Option("--write-through", help="The same as --train '*.x_proj.*' --max-delta 0.05."),
+    ] = False,
     tokenizer: TokenizerOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -263,7 +296,8 @@ def train(
         raise ConfigError(f"{out_dir} has no whole checkpoint to resume from")
     _check_free(out_dir, resume or dry_run)
     before = {k: v for k, v in saved_config(start).items() if v is not None} if start else {}
-    train_config = _train_config(before, tables["train"], _flags(TrainConfig, given))
+    preset = WRITE_THROUGH if write_through else {}
+    train_config = _train_config(before, tables["train"], preset, _flags(TrainConfig, given))
     source = start or (find_checkpoint(from_pretrained) if from_pretrained else None)
     paths, tokenizer, kind = _data_settings(tables["data"], config, data, tokenizer, dtype)
     tokens = load_tokenizer(tokenizer or (source if source and _has_tokenizer(source) else None))
@@ -272,11 +306,14 @@ def train(
     dataset = Dataset.from_paths(paths, tokens, kind, model_config.vocab_size)
     training, held_out = dataset.split(train_config.eval_fraction)
     opened = _open(device, require_gpu, allow_cpu_adapter)
-    layout = Layout(parameters(model_config), opened.target)
+    adapter = _adapter(model_config, train_config, source)
+    layout = _layout(model_config, train_config, adapter, opened.target)
     layout.set_decay(train_config.decays)
     planned = _plan(model_config, train_config, layout, opened.target)
     memory = planned.plan.memory()
-    for line in _description(model_config, train_config, layout, memory, training, held_out):
+    for line in _description(
+        model_config, train_config, layout, adapter, memory, training, held_out
+    ):
         err.print(line)
     if dry_run:
         _print_plan(planned, layout, train_config)
@@ -345,6 +382,25 @@ def _model_config(
     return found
 
 
+def _adapter(model: MambaConfig, config: TrainConfig, source: Path | None) -> Lora | None:
+    """The adapter that will train: the source's own, or a new one."""
+    if source and (source / lora.CONFIG).exists():
+        return lora.load(source, model)[0]
+    return Lora.of(model, config) if config.lora_rank else None
+
+
+def _layout(
+    model: MambaConfig, config: TrainConfig, adapter: Lora | None, target: Target
+) -> Layout:
+    if adapter:
+        return Layout(lora.adapted(model, adapter), target, adapter.low_rank(), config.shard)
+    specs = parameters(model)
+    trained = config.trained(spec.name for spec in specs)
+    return Layout(
+        [replace(s, trainable=s.name in trained) for s in specs], target, None, config.shard
+    )
+
+
 def _has_tokenizer(source: Path) -> bool:
     names = ("tokenizer.json", "wgsl_train_tokenizer.json")
     return any((folder / n).exists() for folder in (source, source.parent) for n in names)
@@ -366,6 +422,7 @@ def _description(
     model: MambaConfig,
     config: TrainConfig,
     layout: Layout,
+    adapter: Lora | None,
     memory: Memory,
     data: Dataset,
     held_out: Dataset | None,
@@ -382,6 +439,14 @@ def _description(
         + f"; {steps:,} steps of {config.batch_size * config.gradient_accumulation} x "
         f"{config.seq_len} tokens"
     )
+    n, trainable, owned = layout.n_params, layout.n_trainable, layout.n_owned
+    saved = f", {8 * (n - owned):,} fewer than for all" if n > owned else ""
+    yield (
+        "trained    "
+        + (f"adapted {adapter.layers} of {model.n_layer} layers, " if adapter else "")
+        + f"{trainable:,} trainable of {n:,} ({trainable / n:.2%}); optimizer state "
+        f"{8 * owned:,} bytes{saved}"
+    )
     yield f"memory     {_memory_line(memory)}"
 
 
@@ -390,7 +455,7 @@ def _print_plan(planned: StepPlan, layout: Layout, config: TrainConfig) -> None:
     flops = sum(d.flops for d in planned.plan.dispatches)
     out.print(f"{len(planned.plan.dispatches)} dispatches, {flops / 1e9:.3f} GFLOP a micro-batch")
     for decays in (True, False):
-        group = [s for s in layout.specs.values() if s.decay == decays]
+        group = [s for s in layout.specs.values() if s.trainable and s.decay == decays]
         rate = config.weight_decay if decays else 0.0
         out.print(f"\nweight decay {rate}: {len(group)} parameters")
         for spec in group:
@@ -518,6 +583,23 @@ def evaluate_command(
 
 
 @app.command()
+def merge(
+    model: Annotated[Path, typer.Argument(help="A LoRA run's folder, or a checkpoint of it.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the merged model.")],
+    device: DeviceOption = None,
+    require_gpu: RequireOption = False,
+    allow_cpu_adapter: AllowOption = False,
+) -> None:
+    """Add a model's adapter to its weights, and save them as a plain model."""
+    source = find_checkpoint(model)
+    loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
+    loaded.merge_adapter()
+    loaded.save_pretrained(out_dir)
+    if _has_tokenizer(source):
+        load_tokenizer(source).save(out_dir)
+
+
+@app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")],
@@ -585,6 +667,112 @@ def _pieces(tokenizer: Tokenizer, prompt: list[int], ids: Iterator[int]) -> Iter
             yield piece
             before, new = (before + new)[-8:], []
     yield text()
+
+
+@app.command()
+@_with_options(MambaConfig)
+def profile(
+    model: ModelArgument = None,
+    batch_size: BatchSizeOption = 8,
+    seq_len: SeqLenOption = 256,
+    activation_checkpointing: CheckpointingOption = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to take the mean of.")] = 10,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers to this file.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace for Perfetto or chrome://tracing to this file."),
+    ] = None,
+    device: DeviceOption = None,
+    require_gpu: RequireOption = False,
+    allow_cpu_adapter: AllowOption = False,
+    **given: Any,
+) -> None:
+    """Show where the time of a training step goes, by kernel, on random tokens.
+
+    GPU time by timestamp queries, beside the adapter's measured rates of copying and arithmetic;
+    whole sections by the host's clock where the adapter has none. Nothing is saved but --json
+    and --trace.
+    """
+    source, config = _model_to_measure(model, given)
+    opened = _open(device, require_gpu, allow_cpu_adapter)
+    loaded = Model.from_pretrained(source, opened) if source else Model(config, opened)
+    settings = TrainConfig(
+        batch_size=batch_size, seq_len=seq_len, activation_checkpointing=activation_checkpointing
+    )
+    found = Trainer(loaded, settings).profile(steps=steps)
+    out.print(str(found))
+    if json_file:
+        checkpoint.write_json(json_file, found.to_dict())
+    if trace:
+        found.write_trace(trace)
+
+
+def _model_to_measure(
+    model: Path | None, given: Mapping[str, Any]
+) -> tuple[Path | None, MambaConfig]:
+    source = find_checkpoint(model) if model else None
+    tokens = load_tokenizer(source if source and _has_tokenizer(source) else None)
+    return source, _model_config(_flags(MambaConfig, given), source, tokens)
+
+
+@app.command()
+@_with_options(MambaConfig)
+def tune(
+    model: ModelArgument = None,
+    batch_size: BatchSizeOption = 8,
+    seq_len: SeqLenOption = 256,
+    activation_checkpointing: CheckpointingOption = False,
+    kernel: Annotated[
+        str, typer.Option(help="Only kernels whose name contains this. [default: all]")
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Measure and print; store nothing.")
+    ] = False,
+    device: DeviceOption = None,
+    require_gpu: RequireOption = False,
+    allow_cpu_adapter: AllowOption = False,
+    **given: Any,
+) -> None:
+    """Measure which tuning choices are fastest on this adapter, and keep them.
+
+    For the kernels of one training step of these sizes. The fastest are stored in the user's cache
+    folder (or WGSL_TRAIN_CACHE), by adapter, driver and version; every later run on this adapter
+    uses them where its sizes are the same, unless WGSL_TRAIN_NO_TUNING is 1, and notes them in
+    its folder's tuning.json.
+    """
+    _, config = _model_to_measure(model, given)
+    opened = _open(device, require_gpu, allow_cpu_adapter)
+    found: dict[str, Any] = {}
+    saved = total = 0.0
+    out.print(f"{'kernel':32}{'default us':>11}{'best us':>11}{'gain':>8}  choice; dims")
+    for row in measure_choices(
+        opened,
+        config,
+        batch_size,
+        seq_len,
+        activation_checkpointing=activation_checkpointing,
+        only=kernel,
+    ):
+        out.print(_tuned_line(row))
+        found[row.key] = row.choices
+        total += row.dispatches * row.default
+        saved += row.dispatches * (row.default - row.best)
+    if not found:
+        raise ConfigError(f"no kernel of this step that {kernel!r} names has alternatives")
+    out.print(
+        f"{len(found)} measured: {saved * 1e3:.3f} ms of {total * 1e3:.3f} ms a step are saved"
+    )
+    if not dry_run:
+        err.print(f"stored     {tuned.store(opened.identity, found)}")
+
+
+def _tuned_line(row: Tuned) -> str:
+    name, _, dims = row.key.partition(" ")
+    choice = " ".join(f"{k}={v}" for k, v in row.choices.items()) if row.choices else "default"
+    times = f"{row.default * 1e6:11.1f}{row.best * 1e6:11.1f}{row.gain:8.1%}"
+    return f"{name:32}{times}  {choice}; {dims}"
 
 
 @app.command()

@@ -87,6 +87,14 @@ class _Checked:
         elif kind == "tuple[str, ...]":
             right = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
             allowed = "a list of name patterns"
+        elif kind == "tuple[int, int]":
+            right = (
+                isinstance(value, (list, tuple))
+                and len(value) == 2
+                and all(isinstance(v, numbers.Integral) and not isinstance(v, bool) for v in value)
+                and 0 <= value[0] < value[1]
+            )
+            allowed = "(index, count), two integers, 0 <= index < count"
         elif kind == "tuple[float, float]":
             right = (
                 isinstance(value, (list, tuple))
@@ -124,6 +132,7 @@ _CAST: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "float": float,
     "tuple[str, ...]": tuple,
+    "tuple[int, int]": lambda pair: tuple(map(int, pair)),
     "tuple[float, float]": lambda pair: tuple(map(float, pair)),
 }
 
@@ -479,6 +488,7 @@ class TrainConfig(_Checked):
     lora_rank                train a low-rank adapter of this rank, and nothing else; 0: none
     lora_alpha               the adapter counts lora_alpha / rank times
     lora_targets             projections that get an adapter
+    shard                    (index, count): update every count-th parameter from index on, no other
     steps                    optimizer steps of the whole run; or epochs
     epochs                   passes over the data; or steps
     batch_size               sequences in a batch
@@ -512,6 +522,7 @@ class TrainConfig(_Checked):
     lora_rank: int = _rule(0, 0, 1 << 16)
     lora_alpha: float = _rule(16.0, 1e-6, 1e6)
     lora_targets: tuple[str, ...] = LORA_TARGETS
+    shard: tuple[int, int] | None = None
     steps: int | None = _rule(None, 1)
     epochs: int | None = _rule(None, 1)
     batch_size: int = _rule(8, 1, 1 << 20)

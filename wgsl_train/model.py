@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from . import checkpoint
-from .config import MambaConfig
+from .config import MambaConfig, TrainConfig
 from .data import IGNORED, target_ids, token_ids
-from .device import Device, request_device
+from .device import Device, request_device, with_target
 from .encoder import Buffers, Encoder
 from .errors import CheckpointError, ConfigError, DataError
-from .kernel import Tensor
-from .models import mamba
+from .kernel import Tensor, Values
+from .models import lora, mamba
 from .models.initialization import initialize
 from .ops.cross_entropy import head_logits, language_model_loss
 from .ops.optimizer import Optimizer, optimizer
-from .plan import Layout, Plan
+from .plan import Layout, ParamSpec, Plan
 
 Array = np.ndarray[Any, Any]
 
@@ -47,6 +47,15 @@ class _Step:
 
     encoder: Encoder
     tensors: StepPlan
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """What it takes to undo a merge: the adapter, its weights, and the weights it changed."""
+
+    adapter: lora.Lora
+    added: Mapping[str, Array]
+    before: Mapping[str, Array]
 
 
 def plan_step(
@@ -121,8 +130,20 @@ class Model:
     def _setup(self, config: MambaConfig, device: Device | None) -> None:
         self.config = config
         self.device = device or request_device()
-        self.layout = Layout(mamba.parameters(config), self.device.target)
         self.buffers = Buffers(self.device)
+        self.adapter: lora.Lora | None = None
+        self.source: str | None = None  # where it was loaded from
+        self._merged: _Merged | None = None
+        self._lay_out(mamba.parameters(config))
+
+    def _lay_out(self, specs: Sequence[ParamSpec], shard: tuple[int, int] | None = None) -> None:
+        """Place the parameters; whatever was compiled for other places is forgotten."""
+        low_rank = self.adapter.low_rank() if self.adapter else {}
+        self.layout = Layout(specs, self.device.target, low_rank, shard)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was compiled."""
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._forwards: dict[tuple[int, ...], tuple[Encoder, Tensor, list[Tensor]]] = {}
         self._decoders: dict[tuple[int, int], tuple[Encoder, Tensor, Tensor | None]] = {}
@@ -135,6 +156,34 @@ class Model:
         """Number of parameters."""
         return self.layout.n_params
 
+    def set_trainable(self, names: Collection[str], shard: tuple[int, int] | None = None) -> None:
+        """Train only the parameters of these names: the others get no gradient and no moments.
+
+        shard   (index, count): update only every count-th of them, from index on
+
+        Weights stay bit for bit; gradients and moments are forgotten. Raises ConfigError where
+        nothing would train.
+        """
+        specs = [replace(s, trainable=s.name in names) for s in self.layout.specs.values()]
+        if not any(s.trainable for s in specs):
+            raise ConfigError("no parameter would train")
+        if specs != list(self.layout.specs.values()) or shard != self.layout.shard:
+            self._move(specs, shard)
+
+    def _move(self, specs: Sequence[ParamSpec], shard: tuple[int, int] | None = None) -> None:
+        """Place the parameters anew; those that were there keep their weights."""
+        weights = {s.name: self._read(s.name) for s in specs if s.name in self.layout.specs}
+        self.buffers.free()
+        self._lay_out(specs, shard)
+        for name, array in weights.items():
+            self._write(name, array)
+
+    def use_tuning(self, tuned: Mapping[str, Values]) -> None:
+        """Run kernels by these choices, as `Target.tuned` has them, from now on."""
+        if tuned != self.device.target.tuned:
+            self.device = self.buffers.device = with_target(self.device, tuned=tuned)
+            self._forget()
+
     # -- weights -----------------------------------------------------------------------------
 
     def _write(self, name: str, array: Array, of: Callable[[Tensor], Tensor] = lambda t: t) -> None:
@@ -146,24 +195,30 @@ class Model:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def state_dict(self) -> dict[str, Array]:
-        """Copies of all parameters, float32, by Hugging Face's names."""
-        return {name: self._read(name) for name in self.layout.specs}
+        """Copies of all parameters but an adapter's, float32, by Hugging Face's names."""
+        return {name: self._read(name) for name in self._shapes}
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all parameters but an adapter's."""
+        return {spec.name: spec.shape for spec in mamba.parameters(self.config)}
 
     def load_state_dict(self, state: Mapping[str, Array], where: str = "the state") -> None:
-        """Replace all parameters. Nothing is written unless every name and shape fits.
+        """Replace all parameters but an adapter's. Nothing is written unless every name and shape fits.
 
         Raises CheckpointError naming missing, extra and mis-shaped tensors.
         """
         found = state.shapes if isinstance(state, checkpoint.Tensors) else _shapes(state)
-        expected = {name: spec.shape for name, spec in self.layout.specs.items()}
-        checkpoint.check_names(expected, found, where)
-        for name in expected:
+        checkpoint.check_names(self._shapes, found, where)
+        self._merged = None
+        for name in self._shapes:
             self._write(name, np.asarray(state[name], np.float32))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, device: Device | None = None) -> Model:
         """Load a folder with config.json and model.safetensors: ours, Hugging Face's, mamba_ssm's.
 
+        An adapter that lies beside them is loaded too.
         A run's folder stands for its newest whole checkpoint. Raises CheckpointError or
         ConfigError naming what does not fit.
         """
@@ -173,11 +228,15 @@ class Model:
         model = cls.__new__(cls)
         model._setup(config, device)
         model.load_state_dict(tensors, str(folder))
+        model.source = str(path)
+        if (folder / lora.CONFIG).exists():
+            model.load_adapter(folder)
         return model
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write config.json and model.safetensors, as `transformers` reads them.
 
+        An adapter is written beside them, and not added to the weights: see `merge_adapter`.
         Raises CheckpointError where a weight is not finite, or the disk refuses.
         """
         folder = Path(path)
@@ -186,9 +245,86 @@ class Model:
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from None
         checkpoint.write_json(folder / checkpoint.CONFIG, self.config.to_hugging_face())
-        shapes = {name: spec.shape for name, spec in self.layout.specs.items()}
-        weights = ((name, self._read(name)) for name in shapes)  # one at a time
-        checkpoint.save_tensors(folder / checkpoint.WEIGHTS, weights, shapes=shapes)
+        weights = ((name, self._read(name)) for name in self._shapes)  # one at a time
+        checkpoint.save_tensors(folder / checkpoint.WEIGHTS, weights, shapes=self._shapes)
+        if self.adapter:
+            self.save_adapter(folder)
+
+    # -- adapters ----------------------------------------------------------------------------
+
+    def add_adapter(self, train: TrainConfig) -> None:
+        """Add the low-rank adapter that a configuration asks for; it changes nothing yet.
+
+        Raises ConfigError where the model has one already.
+        """
+        if self.adapter:
+            raise ConfigError("the model has an adapter: merge it before another one is added")
+        adapter = replace(lora.Lora.of(self.config, train), base=self.source)
+        self._adapt(adapter, adapter.initialize(self.config, train.seed))
+
+    def _adapt(self, adapter: lora.Lora, weights: Iterable[tuple[str, Array]]) -> None:
+        if adapter != self.adapter:
+            self.adapter = adapter
+            self._move(lora.adapted(self.config, adapter))
+        for name, array in weights:
+            self._write(name, array)
+
+    def load_adapter(self, path: str | Path) -> None:
+        """Load an adapter in PEFT's form, in place of the one that the model has.
+
+        Raises CheckpointError where it does not fit the model, which then is unchanged.
+        """
+        adapter, weights = lora.load(path, self.config)
+        self._adapt(adapter, weights.items())
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write adapter_config.json and adapter_model.safetensors, as PEFT reads them.
+
+        Raises ConfigError where there is no adapter, CheckpointError where the disk refuses.
+        """
+        adapter, folder = self._own_adapter(), Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from None
+        adapter.save(folder, self.config, self.adapter_state())
+
+    def adapter_state(self) -> dict[str, Array]:
+        """Copies of the adapter's parameters, float32, by name; empty where there is none."""
+        specs = self.adapter.parameters(self.config) if self.adapter else []
+        return {spec.name: self._read(spec.name) for spec in specs}
+
+    def _own_adapter(self) -> lora.Lora:
+        if self.adapter is None:
+            raise ConfigError("the model has no adapter")
+        return self.adapter
+
+    def merge_adapter(self) -> None:
+        """Add the adapter to the weights: no work more than without one.
+
+        All parameters can train then. Raises ConfigError where there is no adapter.
+        """
+        adapter, added = self._own_adapter(), self.adapter_state()
+        low_rank = adapter.low_rank()
+        before = {name: self._read(name) for name in low_rank}
+        self.adapter = None
+        self._move(mamba.parameters(self.config))
+        for name, low in low_rank.items():
+            product = added[low.b].astype(np.float64) @ added[low.a]
+            self._write(name, (before[name] + low.scale * product).astype(np.float32))
+        self._merged = _Merged(adapter, added, before)
+
+    def unmerge_adapter(self) -> None:
+        """Take the adapter out again: weights and adapter are those before `merge_adapter`.
+
+        Raises ConfigError where none is merged, or weights were loaded since.
+        """
+        if self._merged is None:
+            raise ConfigError("no adapter is merged")
+        merged, self._merged = self._merged, None
+        self._adapt(merged.adapter, merged.added.items())
+        for name, array in merged.before.items():
+            self._write(name, array)
 
     # -- forward and backward ------------------------------------------------------------------
 
@@ -257,6 +393,17 @@ class Model:
         self.load_batch(step, ids, wanted, int((wanted != IGNORED).sum()))
         step.encoder.run("forward", "backward")
         return float(step.encoder.read(step.tensors.loss)[0]), self.read_grads()
+
+    def update(self, state: Mapping[str, Array]) -> None:
+        """Replace some parameters, an adapter's among them. Nothing is written unless all fit.
+
+        Raises CheckpointError naming those that are not the model's, or mis-shaped.
+        """
+        specs = self.layout.specs
+        expected = {name: specs[name].shape for name in state if name in specs}
+        checkpoint.check_names(expected, _shapes(state), "the state")
+        for name, array in state.items():
+            self._write(name, np.asarray(array, np.float32))
 
     def read_grads(self) -> dict[str, Array]:
         """Gradients as the last backward pass left them, by parameter name."""

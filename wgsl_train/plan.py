@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,10 +39,47 @@ class ParamSpec:
     trainable: bool = True
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a weight (rows, columns): scale B A.
+
+    a       name of A (rank, columns)
+    b       name of B (rows, rank)
+    """
+
+    a: str
+    b: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A `LowRank` whose tensors have their places."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass
+class Run:
+    """Neighbouring parameters that this process updates: elements of a page.
+
+    first   in the flat buffers of parameters and gradients
+    moment  in those of moments
+    """
+
+    first: int
+    moment: int
+    size: int
+
+
 @dataclass(eq=False)
 class Page:
-    """One flat buffer of parameters, with gradients and moments at the same offsets.
+    """One flat buffer of parameters, with gradients at the same offsets.
 
+    m, v    moments of the parameters that this process updates, and of no others
+    runs    where these lie
     decay   for each BLOCK of elements, 1 where weight decay applies
     """
 
@@ -51,22 +88,37 @@ class Page:
     m: Tensor
     v: Tensor
     trainable: bool
+    runs: list[Run] = field(default_factory=list)
     decay: list[int] = field(default_factory=list)
 
 
 class Layout:
     """Where every parameter lies: pages no larger than one binding of the target.
 
+    adapters   what is added to weights, by their names; its parameters are among the specs
+    shard      (index, count): of the trained parameters, in order, those whose number modulo
+               count is index have moments and are updated here; by default all
+
     A parameter that alone exceeds a binding is split by rows into pieces. Every parameter starts
     at a multiple of BLOCK, so that the gradient norm, which is summed by blocks, has the same
     bits however the pages fall.
     """
 
-    def __init__(self, specs: Sequence[ParamSpec], target: Target = PORTABLE) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        target: Target = PORTABLE,
+        adapters: Mapping[str, LowRank] | None = None,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
         self.specs = {spec.name: spec for spec in specs}
         self.pages: list[Page] = []
         self.pieces: dict[str, list[tuple[int, Tensor]]] = {}
+        self.shard = shard
+        trained = [spec.name for spec in specs if spec.trainable]
+        self.owned = trained[shard[0] :: shard[1]] if shard else trained
         self._grads: dict[Tensor, Tensor] = {}
+        self._moments: dict[Tensor, int] = {}
         limit = target.usable_binding // 4 // BLOCK * BLOCK
         for trainable in (True, False):
             page: Page | None = None
@@ -85,8 +137,14 @@ class Layout:
                     self.pieces[spec.name].append((first, piece))
                     self._grads[piece] = grad
                     page.decay += [int(spec.decay)] * (size // BLOCK)
-                    for flat in (page.params, page.grads, page.m, page.v):
+                    for flat in (page.params, page.grads):
                         flat.shape = (flat.size + size,)
+                    if spec.name in self.owned:
+                        self._own(page, piece, size)
+        self.adapters = {
+            weight: Adapter(self.param(low.a), self.param(low.b), low.scale)
+            for weight, low in (adapters or {}).items()
+        }
 
     def _page(self, trainable: bool) -> Page:
         i = sum(p.trainable == trainable for p in self.pages)
@@ -95,6 +153,17 @@ class Layout:
         m, v = (Tensor(f"{n}.{i}", (0,), kind="moment") for n in "mv")
         self.pages.append(Page(params, grads, m, v, trainable))
         return self.pages[-1]
+
+    def _own(self, page: Page, piece: Tensor, size: int) -> None:
+        """Give a piece moments, at the end of its page's."""
+        self._moments[piece] = page.m.size
+        last = page.runs[-1] if page.runs else None
+        if last and last.first + last.size == piece.offset:
+            last.size += size
+        else:
+            page.runs.append(Run(piece.offset, page.m.size, size))
+        for flat in (page.m, page.v):
+            flat.shape = (flat.size + size,)
 
     @property
     def trained_pages(self) -> list[Page]:
@@ -116,10 +185,11 @@ class Layout:
         return None if page.name.startswith("frozen") else self._grads[piece]
 
     def moments(self, piece: Tensor) -> tuple[Tensor, Tensor]:
-        """m and v of a parameter, or of a piece of one."""
+        """m and v of a parameter that is updated here, or of a piece of one."""
         page = next(p for p in self.pages if p.params is piece.root)
+        start = self._moments[piece]
         m, v = (
-            Tensor(f"{n}.{piece.name}", piece.shape, kind="moment", base=flat, offset=piece.offset)
+            Tensor(f"{n}.{piece.name}", piece.shape, kind="moment", base=flat, offset=start)
             for n, flat in (("m", page.m), ("v", page.v))
         )
         return m, v
@@ -141,6 +211,11 @@ class Layout:
     @property
     def n_trainable(self) -> int:
         return sum(Tensor("", s.shape).size for s in self.specs.values() if s.trainable)
+
+    @property
+    def n_owned(self) -> int:
+        """Number of parameters that have moments."""
+        return sum(Tensor("", self.specs[name].shape).size for name in self.owned)
 
 
 def _split(spec: ParamSpec, limit: int) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -188,6 +263,15 @@ class Dispatch:
             tuple(self.tensors),
             self.accumulate,
         )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {name: self.values[name] for name in self.kernel.options}
+
+    @property
+    def key(self) -> str:
+        """What tables of tuned choices call it."""
+        return self.kernel.key(self.dims, self.options)
 
     def bound(self, *uses: str) -> Iterator[tuple[str, Tensor]]:
         """(binding, tensor) of the bindings that are used so: reads, writes, adds."""
@@ -511,4 +595,16 @@ class Memory:
             )
 
 
-__all__ = ["BLOCK", "Dispatch", "Layout", "Memory", "Page", "ParamSpec", "Plan", "ceil_div"]
+__all__ = [
+    "BLOCK",
+    "Adapter",
+    "Dispatch",
+    "Layout",
+    "LowRank",
+    "Memory",
+    "Page",
+    "ParamSpec",
+    "Plan",
+    "Run",
+    "ceil_div",
+]

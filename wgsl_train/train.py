@@ -9,7 +9,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,21 @@ from . import checkpoint
 from .config import TrainConfig
 from .data import IGNORED, Batch, Dataset, Prefetcher
 from .errors import CheckpointError, ConfigError, DataError, TrainingError
+from .kernel import Tensor
 from .model import Model, find_checkpoint, plan_step
+from .models import lora
+from .models.lora import Lora
 from .ops.optimizer import HYPER, LOG, SCHEDULES, STATE, Optimizer
+from .plan import Layout
+from .profile import Profile, profile_step
+from .tuned import check_table
 
 Array = np.ndarray[Any, Any]
 
 TRAINER_STATE = "trainer_state.json"
 MOMENTS = "optimizer.safetensors"
 METRICS = "metrics.jsonl"
+TUNING = "tuning.json"
 _AHEAD = 64  # steps given to the GPU before one waits for it; its log holds more
 # What decides which tokens the batch of a given number holds
 _POSITION = ("seed", "batch_size", "seq_len", "gradient_accumulation")
@@ -140,7 +147,31 @@ class Trainer:
         self._skips = 0  # in a row, as far as they are fetched
         self._warned = False
         self._hyper_for: int | None = None
+        model.set_trainable(self._prepare(), config.shard)
         model.layout.set_decay(config.decays)
+
+    def _prepare(self) -> Collection[str]:
+        """Names of what trains: an adapter, which is added where it is asked for, or what matches."""
+        model, config = self.model, self.config
+        if config.lora_rank and model.adapter is None:
+            model.add_adapter(config)
+        if model.adapter is None:
+            return config.trained(model.layout.specs)
+        if config.lora_rank and Lora.of(model.config, config) != model.adapter:
+            raise ConfigError(
+                "the model has an adapter of another rank, alpha or targets: merge it first, or "
+                "leave lora_rank out to train on"
+            )
+        if config.train:
+            raise ConfigError(
+                "the model has an adapter, which alone trains: merge it, or omit train"
+            )
+        return [spec.name for spec in model.adapter.parameters(model.config)]
+
+    def owned_state(self) -> dict[str, Array]:
+        """Copies of the parameters that this process updates: what the others of a sharded run
+        give to `Model.update` after each step."""
+        return {name: self.model._read(name) for name in self.model.layout.owned}
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -150,8 +181,7 @@ class Trainer:
         model, layout, buffers = self.model, self.model.layout, self.model.buffers
         planned = plan_step(model.config, layout, model.device.target, 1, 1, update=True)
         assert planned.optimizer is not None
-        moments = [t for page in layout.trained_pages for t in (page.m, page.v)]
-        buffers.clear(planned.optimizer.state, *moments)
+        buffers.clear(planned.optimizer.state, *_moments(layout))
         for tensor, values in planned.plan.constants.items():
             buffers.write(tensor, np.array(values, np.uint32))
         return planned.optimizer
@@ -267,6 +297,7 @@ class Trainer:
         """Name of the first tensor with a NaN or infinity: a weight, else a gradient."""
         for kind, read in (
             ("weight", self.model.state_dict),
+            ("weight", self.model.adapter_state),
             ("gradient of", self.model.read_grads),
         ):
             for name, array in read().items():
@@ -332,6 +363,8 @@ class Trainer:
             _Metrics(Path(out) if out else None, on_log, progress.step) as metrics,
             Prefetcher(self._windows(dataset)) as windows,
         ):
+            if out:
+                self._record_tuning(Path(out))
             for window, epoch, used in windows:
                 if progress.step >= total:
                     break
@@ -374,6 +407,40 @@ class Trainer:
         c, model = self.config, self.model
         return evaluate(model, dataset, batch_size or c.batch_size, c.seq_len)
 
+    def profile(
+        self, batch_size: int | None = None, seq_len: int | None = None, steps: int = 10
+    ) -> Profile:
+        """Where the time of a step goes, as the mean over `steps` steps on random tokens.
+
+        batch_size, seq_len   by default the configuration's
+
+        Changes nothing: weights, moments, counters and log are put back, by way of the host.
+        """
+        c, buffers, optimizer = self.config, self.model.buffers, self._optimizer
+        shape = batch_size or c.batch_size, seq_len or c.seq_len
+        if steps < 1:
+            raise ConfigError(f"steps is {steps}, must be 1 or more")
+        if self._hyper_for is None:
+            self._write_hyper(c.steps or 1)
+        plan = self._encoder(*shape).encoder.plan
+        changed = {
+            tensor.root
+            for d in plan.dispatches
+            for _, tensor in d.bound("writes", "adds")
+            if tensor.root.kind != "activation"
+        }
+        before = {tensor: buffers.read(tensor) for tensor in {*changed, optimizer.log}}
+        try:
+            return profile_step(
+                self.model,
+                *shape,
+                steps=steps,
+                activation_checkpointing=c.activation_checkpointing,
+            )
+        finally:
+            for tensor, values in before.items():
+                buffers.write(tensor, values)
+
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, out: str | Path) -> Path:
@@ -394,15 +461,47 @@ class Trainer:
             self.model.save_pretrained(folder)
             checkpoint.save_tensors(folder / MOMENTS, moments, shapes=shapes)
             checkpoint.write_json(folder / TRAINER_STATE, state)
+            self._record_tuning(Path(out))
         checkpoint.rotate(out, self.config.keep_checkpoints)
         return Path(out) / f"checkpoint-{self.progress.step}"
 
+    def _record_tuning(self, out: Path) -> None:
+        """Write which choices the kernels run by, without which no run repeats to the bit."""
+        device = self.model.device
+        choices = {key: dict(values) for key, values in device.target.tuned.items()}
+        record = {"adapter": device.identity, "choices": choices or "default"}
+        checkpoint.write_json(out / TUNING, record)
+
+    def _use_recorded_tuning(self, file: Path) -> None:
+        """Go on by the choices that a run recorded, where they are this adapter's."""
+        if not file.exists():
+            return
+        record, device = checkpoint.read_json(file), self.model.device
+        choices = record.get("choices")
+        try:
+            table = {} if choices == "default" else check_table(choices)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{file}: {error}; without this file the run goes on by today's choices"
+            ) from None
+        if record.get("adapter") == device.identity:
+            self.model.use_tuning(table)
+        elif table != device.target.tuned:
+            warnings.warn(
+                f"{file}: recorded for {record.get('adapter')}, not for {device.identity}, whose "
+                "own choices are used: sums may round differently from here on",
+                stacklevel=3,
+            )
+
     def _moment_shapes(self) -> dict[str, tuple[int, ...]]:
-        specs = self.model.layout.specs
-        return {f"{kind}.{n}": s.shape for kind in "mv" for n, s in specs.items() if s.trainable}
+        layout = self.model.layout
+        return {f"{kind}.{n}": layout.specs[n].shape for kind in "mv" for n in layout.owned}
 
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint: weights, moments, step count, position in the data.
+
+        Kernels go on by the choices that the run's tuning.json records, where they are this
+        adapter's, so that the run goes on to the bit.
 
         Raises CheckpointError where it is damaged, has no training state, or where its position
         in the data means nothing under this configuration.
@@ -410,29 +509,60 @@ class Trainer:
         self._collect()  # what was asked for before is told by today's log
         folder = find_checkpoint(path)
         file = folder / TRAINER_STATE
-        state = checkpoint.read_json(file)
+        state, specs = checkpoint.read_json(file), self.model.layout.specs
         try:
             progress = Progress(**{k: int(v) for k, v in state["progress"].items()})
             counters = {name: int(state["optimizer"][name]) for name in STATE}
-            trained = {name: state["train"][name] for name in _POSITION}
+            fixed = {name: state["train"][name] for name in _POSITION}
+            patterns, shard = state["train"].get("train", ()), state["train"].get("shard")
+            before = TrainConfig(train=patterns, shard=shard)
+            had: Collection[str] = before.trained(specs)
+            adapter, added = None, dict[str, Array]()
+            if (folder / lora.CONFIG).exists():
+                adapter, added = lora.load(folder, self.model.config)
+                had = added
+            had = [name for name in specs if name in had]
+            if before.shard:
+                had = had[before.shard[0] :: before.shard[1]]
         except (KeyError, TypeError, ValueError, AttributeError) as err:
             raise CheckpointError(f"{file}: not a trainer's state: {err}") from None
-        for name, value in trained.items():
+        for name, value in fixed.items():
             if progress.data_tokens and getattr(self.config, name) != value:
                 raise CheckpointError(
                     f"{folder}: trained with {name} {value}, not {getattr(self.config, name)}, so "
                     "that its place in the data would be lost; start a new run from this model"
                 )
+        if adapter != self.model.adapter:
+            raise CheckpointError(
+                f"{folder}: trained with {'no' if adapter is None else 'another'} adapter; start a "
+                "new run from this model"
+            )
         weights = checkpoint.model_tensors(folder, self.model.config.tie_embeddings)
         moments = checkpoint.load_tensors(folder / MOMENTS)
-        checkpoint.check_names(self._moment_shapes(), moments.shapes, folder / MOMENTS)
+        saved = {f"{kind}.{n}": s.shape for kind in "mv" for n, s in specs.items() if n in had}
+        checkpoint.check_names(saved, moments.shapes, folder / MOMENTS)
+        self._use_recorded_tuning(folder.parent / TUNING)
         self.model.load_state_dict(weights, str(folder))
+        if adapter:
+            self.model.load_adapter(folder)
         optimizer = self._optimizer
-        for name in moments:
-            self.model.write_moment(name, moments[name])
+        self.model.buffers.clear(*_moments(self.model.layout))
+        for name in self._moment_shapes():
+            if name in moments:
+                self.model.write_moment(name, moments[name])
+        if new := [name for name in self.model.layout.owned if name not in had]:
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            warnings.warn(
+                f"{folder.name} was made without updating {new[0]}{more}: moments start at zero",
+                stacklevel=2,
+            )
         self.model.buffers.write(optimizer.state, np.array(list(counters.values()), np.uint32))
         self._calls, self._skips = counters["calls"], counters["skipped_in_a_row"]
         self.progress = progress
+
+
+def _moments(layout: Layout) -> list[Tensor]:
+    return [t for page in layout.trained_pages if page.runs for t in (page.m, page.v)]
 
 
 def saved_config(path: str | Path) -> dict[str, Any]:

@@ -17,18 +17,21 @@ TINY = {"tile_m": 4, "tile_n": 4, "tile_k": 4, "thread_m": 4, "thread_n": 4, "sw
     case(rows=37, d_out=45, d_in=33, x_stride=33, out_stride=45),
     case(rows=130, d_out=132, d_in=20, x_stride=20, out_stride=132),
     case(("residual",), rows=70, d_out=24, d_in=40, x_stride=48, x_start=8, out_stride=80, out_start=24, activation="softplus"),
-    case(("residual",), rows=9, d_out=10, d_in=6, x_stride=8, x_start=1, out_stride=16, out_start=3, activation="softplus"),
-    case(("bias",), rows=1, d_out=70, d_in=128, x_stride=128, out_stride=70),
-    case(("bias", "residual"), rows=1, d_out=1, d_in=1, x_stride=1, out_stride=1),
+    case(rows=9, d_out=10, d_in=6, x_stride=8, x_start=1, out_stride=16, out_start=3, activation="softplus", scale=0.5),
+    case(("bias", "addend"), rows=1, d_out=70, d_in=128, x_stride=128, out_stride=70),
+    case(("bias", "residual", "addend"), rows=1, d_out=1, d_in=1, x_stride=1, out_stride=1),
     *(case(rows=67, d_out=68, d_in=36, x_stride=36, out_stride=68, choices=t) for t in TILES),
     case(rows=128, d_out=128, d_in=16, x_stride=16, out_stride=128, choices=LARGE),
     case(rows=3, d_out=262_150, d_in=1, x_stride=1, out_stride=262_150, choices=TINY),  # a folded grid
 )  # fmt: skip
-def linear_forward(x, weight, bias, residual, out_stride, x_start, out_start, activation):
+def linear_forward(
+    x, weight, bias, residual, addend, out_stride, x_start, out_start, activation, scale
+):
     d_out, d_in = weight.shape
-    y = x[:, x_start : x_start + d_in] @ weight.T
-    if bias is not None:
-        y = y + bias
+    y = scale * (x[:, x_start : x_start + d_in] @ weight.T)
+    for term in (bias, addend):
+        if term is not None:
+            y = y + term
     if activation == "softplus":
         y = np.logaddexp(0, y)
     if residual is not None:
@@ -41,16 +44,16 @@ def linear_forward(x, weight, bias, residual, out_stride, x_start, out_start, ac
 @oracle(
     case(rows=37, d_out=45, d_in=33, dout_stride=45, dx_stride=33),
     case(rows=130, d_out=20, d_in=132, dout_stride=20, dx_stride=132),
-    case(rows=70, d_out=40, d_in=24, dout_stride=48, dout_start=8, dx_stride=80, dx_start=24),
+    case(rows=70, d_out=40, d_in=24, dout_stride=48, dout_start=8, dx_stride=80, dx_start=24, scale=2.5),
     case(rows=9, d_out=6, d_in=10, dout_stride=8, dout_start=1, dx_stride=16, dx_start=3),
     case(rows=1, d_out=1, d_in=1, dout_stride=1, dx_stride=1),
     *(case(rows=67, d_out=36, d_in=68, dout_stride=36, dx_stride=68, choices=t) for t in TILES),
     case(rows=128, d_out=16, d_in=128, dout_stride=16, dx_stride=128, choices=LARGE),
 )
-def linear_backward_x(dout, weight, dx_stride, dout_start, dx_start):
+def linear_backward_x(dout, weight, dx_stride, dout_start, dx_start, scale):
     d_out, d_in = weight.shape
     dx = np.full((len(dout), dx_stride), np.nan)
-    dx[:, dx_start : dx_start + d_in] = dout[:, dout_start : dout_start + d_out] @ weight
+    dx[:, dx_start : dx_start + d_in] = scale * dout[:, dout_start : dout_start + d_out] @ weight
     return {"dx": dx}
 
 
@@ -71,17 +74,17 @@ def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
 
 @oracle(
     case(rows=37, d_out=45, d_in=33, dout_stride=45, parts=2, part_stride=1280),
-    case(rows=24, d_out=70, d_in=40, dout_stride=80, dout_start=8, parts=3, part_stride=960),
+    case(rows=24, d_out=70, d_in=40, dout_stride=80, dout_start=8, parts=3, part_stride=960, scale=2.5),
     case(rows=3, d_out=6, d_in=10, dout_stride=8, dout_start=1, parts=4, part_stride=64),
     *(case(rows=68, d_out=100, d_in=72, dout_stride=100, parts=3, part_stride=4928, choices=t) for t in TILES),
 )  # fmt: skip
-def linear_backward_x_partial(dout, weight, dout_start, parts, part_stride):
+def linear_backward_x_partial(dout, weight, dout_start, parts, part_stride, scale):
     dout = dout[:, dout_start : dout_start + len(weight)]
     span = math.ceil(math.ceil(len(weight) / parts) / 32) * 32  # outputs of a part
     partials = np.full((parts, part_stride), np.nan)
     for p in range(parts):
         outputs = slice(p * span, (p + 1) * span)
-        product = dout[:, outputs] @ weight[outputs]
+        product = scale * dout[:, outputs] @ weight[outputs]
         partials[p, : product.size] = product.ravel()
     return {"dx_partials": partials}
 

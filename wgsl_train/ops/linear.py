@@ -231,13 +231,14 @@ FORWARD = Kernel(
         "weight": "d_out d_in",
         "bias?": "d_out",
         "residual?": "*rows d_out",
+        "addend?": "*rows d_out",  # like residual, but inside the activation
     },
     writes={"out": "*rows out_stride"},
-    options={"x_start": 0, "out_start": 0, "activation": "none"},
+    options={"x_start": 0, "out_start": 0, "activation": "none", "scale": 1.0},
     choose=_choose("rows", "d_out", "d_in", packed="ab"),
     alternatives=_alternatives("ab"),
     grid=_grid("rows", "d_out"),
-    vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, out=_OUT),
+    vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, addend=_OUT, out=_OUT),
     flops=_flops,
     traffic=lambda v: 4 * (v["rows"] * (v["d_in"] + v["d_out"]) + v["d_out"] * v["d_in"]),
 )
@@ -246,7 +247,7 @@ BACKWARD_X = Kernel(
     "linear_backward_x",
     reads={"dout": "*rows dout_stride", "weight": "d_out d_in"},
     adds={"dx": "*rows dx_stride"},
-    options={"dout_start": 0, "dx_start": 0},
+    options={"dout_start": 0, "dx_start": 0, "scale": 1.0},
     choose=_choose("rows", "d_in", "d_out"),
     alternatives=_alternatives("a"),
     grid=_grid("rows", "d_in"),
@@ -259,7 +260,7 @@ BACKWARD_X_PARTIAL = Kernel(
     "linear_backward_x_partial",
     reads={"dout": "*rows dout_stride", "weight": "d_out d_in"},
     writes={"dx_partials": "parts part_stride"},
-    options={"dout_start": 0},
+    options={"dout_start": 0, "scale": 1.0},
     choose=_choose("rows", "d_in", "d_out"),
     alternatives=_alternatives("a"),
     grid=_grid("rows", "d_in"),
@@ -319,10 +320,12 @@ def plan_forward(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: Activation = "none",
+    addend: Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
-    """Plan out = activation(x weightᵀ + bias) + residual; no backward.
+    """Plan out = activation(scale x weightᵀ + bias + addend) + residual; no backward.
 
-    x (*, d_in), weight (d_out, d_in), bias (d_out), residual and out (*, d_out). Raises
+    x (*, d_in), weight (d_out, d_in), bias (d_out), residual, addend and out (*, d_out). Raises
     ShapeError where they do not fit.
     """
     d_out, d_in = weight.shape
@@ -333,17 +336,23 @@ def plan_forward(
         weight=weight,
         bias=bias,
         residual=residual,
+        addend=addend,
         out=out.tensor,
         x_start=x.start,
         out_start=out.start,
         activation=activation,
+        scale=scale,
     )
 
 
 def plan_backward_x(
-    plan: Plan, dout: Tensor | Columns, weight: Tensor, dx: Tensor | Columns
+    plan: Plan,
+    dout: Tensor | Columns,
+    weight: Tensor,
+    dx: Tensor | Columns,
+    scale: float = 1.0,
 ) -> None:
-    """Plan dx += dout weight; the first contribution to an activation's gradient overwrites.
+    """Plan dx += scale dout weight; the first contribution to an activation's gradient overwrites.
 
     dout (*, d_out), weight (d_out, d_in), dx (*, d_in). Raises ShapeError where they do not fit,
     or where some columns of a gradient would be overwritten and the others left unwritten.
@@ -361,6 +370,7 @@ def plan_backward_x(
             weight=weight,
             dx_partials=partial(plan, dx.tensor, parts),
             dout_start=dout.start,
+            scale=scale,
         )
         sum_partials(plan)
         return
@@ -371,6 +381,7 @@ def plan_backward_x(
         dx=dx.tensor,
         dout_start=dout.start,
         dx_start=dx.start,
+        scale=scale,
     )
     first = "dx" not in plan.sections[plan.section][-1].accumulate
     if first and dx.width < dx.tensor.shape[-1]:
@@ -448,6 +459,9 @@ def linear(
 ) -> Tensor:
     """activation(x weightᵀ + bias) + residual, and its backward.
 
+    Where the plan's layout has an adapter of weight, scale (x Aᵀ) Bᵀ is added in front of the
+    activation (LoRA, Hu et al. 2021, arXiv:2106.09685).
+
     Parameters
     ----------
     x           (*, d_in), a whole tensor or a range of columns
@@ -465,7 +479,14 @@ def linear(
     x = _columns(x, d_in, "linear: x")
     if out is None:
         out = Columns(plan.tensor(name, (*x.tensor.shape[:-1], d_out)), 0, d_out)
-    plan_forward(plan, x, weight, out, bias, residual, activation)
+    adapter = plan.layout.adapters.get(weight.name)
+    low = added = None
+    if adapter:
+        low = plan.tensor(f"{name}_low", (*x.tensor.shape[:-1], adapter.a.shape[0]))
+        added = plan.tensor(f"{name}_added", (*x.tensor.shape[:-1], d_out))
+        plan_forward(plan, x, adapter.a, low, scale=adapter.scale)
+        plan_forward(plan, low, adapter.b, added)
+    plan_forward(plan, x, weight, out, bias, residual, activation, added)
     if residual is not None:
         plan.share_grad(out.tensor, residual)
 
@@ -477,7 +498,16 @@ def linear(
             dweight = plan.tensor(f"unused_d{weight.name}", weight.shape)
         if dweight is not None:
             plan_backward_weight(plan, dout, x, dweight, dbias)
-        plan_backward_x(plan, dout, weight, Columns(plan.grad(x.tensor), x.start, x.width))
+        dx = Columns(plan.grad(x.tensor), x.start, x.width)
+        plan_backward_x(plan, dout, weight, dx)
+        if adapter and low:
+            # low and its gradient hold the scale, so that no product need be scaled again
+            if dB := plan.layout.grad(adapter.b):
+                plan_backward_weight(plan, dout, low, dB)
+            plan_backward_x(plan, dout, adapter.b, plan.grad(low), adapter.scale)
+            if dA := plan.layout.grad(adapter.a):
+                plan_backward_weight(plan, plan.grad(low), x, dA)
+            plan_backward_x(plan, plan.grad(low), adapter.a, dx)
 
     plan.tape(backward)
     return out.tensor

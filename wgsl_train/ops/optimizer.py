@@ -93,6 +93,8 @@ class Optimizer:
 def optimizer(plan: Plan, capacity: int = 1024) -> Optimizer:
     """Plan one optimizer step, in the section "update", over all trained parameters.
 
+    The norm is that of all gradients; the parameters updated are those of the layout's shard.
+
     Reads the tensor named `loss`, (1,) f32 and planned before, for the log. capacity
     is in calls. Raises ShapeError where nothing trains.
 
@@ -129,14 +131,16 @@ def optimizer(plan: Plan, capacity: int = 1024) -> Optimizer:
         log=found.log,
     )
     for i, page in enumerate(pages):
-        plan.dispatch(
-            ADAMW,
-            grads=page.grads,
-            control=found.control,
-            hyper=found.hyper,
-            decay=plan.constant(f"decay.{i}", page.decay),
-            params=page.params,
-            m=page.m,
-            v=page.v,
-        )
+        for j, run in enumerate(page.runs):
+            blocks = slice(run.first // BLOCK, (run.first + run.size) // BLOCK)
+            plan.dispatch(
+                ADAMW,
+                grads=page.grads.view(run.first, (run.size,)),
+                control=found.control,
+                hyper=found.hyper,
+                decay=plan.constant(f"decay.{i}.{j}", page.decay[blocks]),
+                params=page.params.view(run.first, (run.size,)),
+                m=page.m.view(run.moment, (run.size,)),
+                v=page.v.view(run.moment, (run.size,)),
+            )
     return found
