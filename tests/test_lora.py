@@ -1,0 +1,338 @@
+"""Low-rank adapters: gradients, what stays as it is, merging, and PEFT's files."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import wgsl_train as wt
+from tests.oracle_model import loss_and_grads
+from tests.test_model import lively, relative
+from tests.test_train import assert_same, moments, pair
+from wgsl_train.config import LORA_TARGETS, MambaConfig, TrainConfig
+from wgsl_train.errors import CheckpointError, ConfigError
+from wgsl_train.kernel import PORTABLE
+from wgsl_train.model import plan_step
+from wgsl_train.models import lora
+from wgsl_train.models.mamba import parameters
+from wgsl_train.plan import Layout
+
+CONFIG = MambaConfig(vocab_size=23, d_model=8, n_layer=2, d_state=4, d_conv=3, dt_rank=2)
+IN_PROJ = "backbone.layers.1.mixer.in_proj"
+RANK, ALPHA = 3, 6.0
+
+
+def settings(**train):
+    return TrainConfig(**{"steps": 10, "lr": 1e-2, "lora_rank": RANK, "lora_alpha": ALPHA, **train})
+
+
+def base(device):
+    model = wt.Model(CONFIG, device)
+    model.load_state_dict(lively(CONFIG))
+    return model
+
+
+def trainer_of(device, spread=0.3, **train):
+    """A trainer of an adapter whose B is random, so that every path carries gradient."""
+    trainer = wt.Trainer(base(device), settings(**train))
+    rng = np.random.default_rng(5)
+    for name, array in trainer.model.adapter_state().items():
+        if name.endswith("lora_B.weight") and spread:
+            trainer.model._write(name, rng.uniform(-spread, spread, array.shape))
+    return trainer
+
+
+def merged(model):
+    """The oracle's weights: those of the base, and what the adapter adds."""
+    weights = {name: array.astype(np.float64) for name, array in model.state_dict().items()}
+    added = model.adapter_state()
+    for name, low in model.adapter.low_rank().items():
+        weights[name] += low.scale * added[low.b].astype(np.float64) @ added[low.a]
+    return weights
+
+
+def oracle_grads(model, tokens, targets):
+    """By the chain rule, from the gradient G of the merged weight: s Bᵀ G and s G Aᵀ."""
+    loss, grads, logits = loss_and_grads(CONFIG, merged(model), tokens, targets)
+    added, wanted = model.adapter_state(), {}
+    for name, low in model.adapter.low_rank().items():
+        wanted[low.a] = low.scale * added[low.b].T @ grads[name]
+        wanted[low.b] = low.scale * grads[name] @ added[low.a].T
+    return loss, wanted, logits
+
+
+# What is trained
+
+
+def test_ranks_are_clamped_and_scaled_by_what_is_in_use():
+    adapter = lora.Lora.of(CONFIG, settings())
+    assert adapter.layers == 2
+    assert len(adapter.ranks) == 8
+    scales = {name: low.scale for name, low in adapter.low_rank().items()}
+    assert adapter.ranks["backbone.layers.0.mixer.dt_proj"] == 2
+    assert scales["backbone.layers.0.mixer.dt_proj.weight"] == 3.0
+    assert adapter.ranks[IN_PROJ] == 3
+    assert scales[f"{IN_PROJ}.weight"] == 2.0
+    some = lora.Lora.of(CONFIG, settings(lora_targets=("x_proj",), lora_rank=100))
+    assert set(some.ranks.values()) == {10}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lora_targets": ("q_proj", "in_proj")}, "lora_targets is 'q_proj'; allowed: in_proj, x_"),
+        ({"lora_targets": ("conv1d",)}, "lora_targets is 'conv1d'; allowed"),
+        ({"lora_targets": ()}, "lora_targets"),
+        ({"lora_rank": 0, "lora_targets": ("in_proj",)}, "lora_rank is 0"),
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"lora_alpha": 0.0}, "lora_alpha is 0.0"),
+        ({"train": ("*.D",)}, "train is"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(change, message):  # C13
+    with pytest.raises(ConfigError, match=message):
+        settings(**change)
+
+
+@pytest.mark.gpu
+def test_a_new_adapter_changes_nothing(device):
+    model = base(device)
+    tokens, _ = pair()
+    before = model.logits(tokens)
+    model.add_adapter(settings())
+    np.testing.assert_array_equal(model.logits(tokens), before)
+    assert_same(model.state_dict(), lively(CONFIG))
+    drawn = [a for n, a in model.adapter_state().items() if n.endswith("lora_A.weight")]
+    assert all(a.any() for a in drawn)
+    assert not np.array_equal(drawn[0], drawn[4])  # in_proj of the two layers
+    wide = MambaConfig(vocab_size=23, d_model=512, n_layer=1)
+    adapter = lora.Lora.of(wide, TrainConfig(lora_rank=16))
+    initial = dict(adapter.initialize(wide, seed=0))
+    a = initial["backbone.layers.0.mixer.in_proj.lora_A.weight"]
+    assert a.std() == pytest.approx(512**-0.5, rel=0.05)
+    assert not initial["backbone.layers.0.mixer.in_proj.lora_B.weight"].any()
+    with pytest.raises(ConfigError, match="has an adapter"):
+        model.add_adapter(settings())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("targets", [*((t,) for t in LORA_TARGETS), LORA_TARGETS], ids=str)
+def test_gradients_are_the_oracle_s(device, targets):  # C12, L1
+    trainer = trainer_of(device, lora_targets=targets)
+    model, (tokens, targets) = trainer.model, pair(ignored=3)
+    assert relative(model.logits(tokens), base(device).logits(tokens)) > 3e-5
+    model.step_encoder(2, 9, activation_checkpointing=False).encoder.poison()
+    loss, grads = model.loss_and_grads(tokens, targets)
+    want_loss, want, logits = oracle_grads(model, tokens, targets)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert relative(model.logits(tokens), logits) <= 1e-5
+    assert grads.keys() == want.keys()
+    worst = {name: relative(grads[name], want[name]) for name in want}
+    assert max(worst.values()) <= 1e-4, worst
+    again = model.loss_and_grads(tokens, targets, activation_checkpointing=True)
+    assert_same(again[1], grads)
+
+
+def test_the_oracle_s_gradients_are_derivatives(rng):
+    """s Bᵀ G and s G Aᵀ, against finite differences of the loss with merged weights."""
+    adapter = lora.Lora.of(CONFIG, settings())
+    added = {s.name: rng.uniform(-0.3, 0.3, s.shape) for s in adapter.parameters(CONFIG)}
+    weights, (tokens, targets) = lively(CONFIG), pair()
+
+    def run(added):
+        w = {n: a.astype(np.float64) for n, a in weights.items()}
+        for name, low in adapter.low_rank().items():
+            w[name] += low.scale * added[low.b] @ added[low.a]
+        return loss_and_grads(CONFIG, w, tokens, targets)
+
+    _, grads, _ = run(added)
+    slope = 0.0
+    direction = {name: rng.normal(size=array.shape) for name, array in added.items()}
+    for name, low in adapter.low_rank().items():
+        slope += (low.scale * added[low.b].T @ grads[name] * direction[low.a]).sum()
+        slope += (low.scale * grads[name] @ added[low.a].T * direction[low.b]).sum()
+    ends = [run({n: a + e * direction[n] for n, a in added.items()})[0] for e in (1e-6, -1e-6)]
+    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
+
+
+def test_no_gradient_of_a_whole_weight_is_planned():
+    adapter = lora.Lora.of(CONFIG, settings())
+    layout = Layout(lora.adapted(CONFIG, adapter), PORTABLE, adapter.low_rank())
+    plan = plan_step(CONFIG, layout, PORTABLE, 2, 9, update=True).plan
+    made = [d for d in plan.dispatches if d.kernel.name.startswith("linear_backward_weight")]
+    assert len(made) == 16
+    assert all(min(d.dims["d_out"], d.dims["d_in"]) <= RANK for d in made)
+    whole = plan_step(CONFIG, Layout(parameters(CONFIG)), PORTABLE, 2, 9, update=True).plan
+    assert plan.memory().by_kind()["moments"] < whole.memory().by_kind()["moments"]
+    assert {t.root.name for _, t in plan.sections["update"][-1].bound("writes")} == {
+        "params.0",
+        "m.0",
+        "v.0",
+    }
+
+
+@pytest.mark.gpu
+def test_only_the_adapter_moves(device):
+    trainer = trainer_of(device, spread=0.0, max_grad_norm=0.1)
+    added = trainer.model.adapter_state()
+    _, wanted, _ = oracle_grads(trainer.model, *pair())
+    result = trainer.step(*pair())
+    norm = np.sqrt(sum((g**2).sum() for g in wanted.values()))
+    assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+    losses = [trainer.step(*pair()).loss for _ in range(9)]
+    assert losses[-1] < result.loss
+    assert_same(trainer.model.state_dict(), lively(CONFIG))
+    for name, array in trainer.model.adapter_state().items():
+        assert not np.array_equal(array, added[name]), name
+    assert moments(trainer).keys() == {f"{k}.{n}" for k in "mv" for n in added}
+
+
+# Merging
+
+
+@pytest.mark.gpu
+def test_merging_and_unmerging(device):  # C11
+    model, (tokens, _) = trainer_of(device).model, pair()
+    logits, added = model.logits(tokens), model.adapter_state()
+    model.merge_adapter()
+    assert model.adapter is None
+    assert model.layout.n_params == model.layout.n_trainable
+    assert relative(model.logits(tokens), logits) <= 1e-5
+    with pytest.raises(ConfigError, match="no adapter"):
+        model.merge_adapter()
+    model.unmerge_adapter()
+    np.testing.assert_array_equal(model.logits(tokens), logits)
+    assert_same(model.state_dict(), lively(CONFIG))
+    assert_same(model.adapter_state(), added)
+    with pytest.raises(ConfigError, match="no adapter is merged"):
+        model.unmerge_adapter()
+    model.merge_adapter()
+    model.load_state_dict(lively(CONFIG))
+    with pytest.raises(ConfigError, match="no adapter is merged"):
+        model.unmerge_adapter()
+
+
+@pytest.mark.gpu
+def test_loading_weights_refreshes_the_base_alone(device):
+    model = trainer_of(device).model
+    added, other = model.adapter_state(), lively(CONFIG, seed=9)
+    model.load_state_dict(other)
+    assert_same(model.state_dict(), other)
+    assert_same(model.adapter_state(), added)
+
+
+# Files
+
+
+READ = """
+import sys
+import numpy as np
+import wgsl_train as wt
+model = wt.Model.from_pretrained(sys.argv[1], wt.request_device(quiet=True))
+if len(sys.argv) > 4:
+    model.load_adapter(sys.argv[4])
+np.save(sys.argv[3], model.logits(np.load(sys.argv[2])))
+"""
+
+
+@pytest.mark.gpu
+def test_another_process_computes_the_same(device, tmp_path):  # C11
+    model, (tokens, _) = trainer_of(device).model, pair()
+    np.save(tmp_path / "tokens.npy", tokens)
+    base(device).save_pretrained(tmp_path / "base")
+    model.save_adapter(tmp_path / "adapter")
+    files = ("base", "tokens.npy", "logits.npy", "adapter")
+    subprocess.run([sys.executable, "-c", READ, *(tmp_path / f for f in files)], check=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), model.logits(tokens))
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, ALPHA)
+    assert config["target_modules"] == sorted(LORA_TARGETS)
+    assert config["rank_pattern"] == {f"backbone.layers.{i}.mixer.dt_proj": 2 for i in range(2)}
+    tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert tensors[f"base_model.model.{IN_PROJ}.lora_A.weight"].shape == (RANK, 8)
+    assert tensors[f"base_model.model.{IN_PROJ}.lora_B.weight"].shape == (32, RANK)
+    assert len(tensors) == 16
+
+
+def foreign(folder, config=(), tensors=None):
+    """An adapter as PEFT writes it, of one module."""
+    rng = np.random.default_rng(0)
+    name = f"base_model.model.{IN_PROJ}.lora_"
+    made = {f"{name}A.weight": (8, 8), f"{name}B.weight": (32, 8)}
+    made = {n: rng.normal(size=shape).astype(np.float16) for n, shape in made.items()}
+    save_file(made if tensors is None else tensors(made), folder / "adapter_model.safetensors")
+    plain = {"peft_type": "LORA", "r": 8, "lora_alpha": 4, "target_modules": ["in_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**plain, **dict(config)}))
+    return made
+
+
+@pytest.mark.gpu
+def test_an_adapter_of_peft_s(device, tmp_path):  # C11
+    made = foreign(tmp_path)
+    model, (tokens, targets) = base(device), pair()
+    model.load_adapter(tmp_path)
+    assert model.adapter.low_rank()[f"{IN_PROJ}.weight"].scale == 0.5
+    weights = {n: a.astype(np.float64) for n, a in lively(CONFIG).items()}
+    a, b = (made[f"base_model.model.{IN_PROJ}.lora_{x}.weight"].astype(float) for x in "AB")
+    weights[f"{IN_PROJ}.weight"] += 0.5 * b @ a
+    _, _, logits = loss_and_grads(CONFIG, weights, tokens, targets)
+    assert relative(model.logits(tokens), logits) <= 1e-5
+    model.save_adapter(tmp_path / "again")
+    config = json.loads((tmp_path / "again/adapter_config.json").read_text())
+    assert config["target_modules"] == [IN_PROJ]  # not of every layer
+    trainer = wt.Trainer(model, TrainConfig(steps=3, lr=1e-2))  # goes on with it
+    trainer.step(tokens, targets)
+    assert_same(model.state_dict(), lively(CONFIG))
+    with pytest.raises(ConfigError, match="another rank"):
+        wt.Trainer(model, settings())
+    with pytest.raises(ConfigError, match="alone trains"):
+        wt.Trainer(model, TrainConfig(train=("*.D",)))
+
+
+@pytest.mark.parametrize(
+    "config, tensors, message",
+    [
+        ({"peft_type": "IA3"}, None, "peft_type is 'IA3'"),
+        ({"use_dora": True}, None, "use_dora is True"),
+        ({"bias": "all"}, None, "bias is 'all'"),
+        ({"lora_alpha": None}, None, "lora_alpha is None"),
+        ({"r": "8"}, None, "r is '8'"),
+        ({"r": 16}, None, "r is 16, but .*lora_A"),
+        ({}, lambda t: {}, "holds no tensor"),
+        ({}, lambda t: dict(list(t.items())[:1]), "missing"),
+        ({}, lambda t: {k.replace(".1.", ".7."): a for k, a in t.items()}, r"layers\.7\.*.* 0 to 1"),
+        ({}, lambda t: {k.replace("in_proj", "conv1d"): a for k, a in t.items()}, "in_proj, x_proj"),
+        ({}, lambda t: {k: a[:, :4].copy() for k, a in t.items()}, "the configuration makes it"),
+    ],
+)  # fmt: skip
+def test_adapters_that_do_not_fit(tmp_path, config, tensors, message):
+    foreign(tmp_path, config, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        lora.load(tmp_path, CONFIG)
+
+
+@pytest.mark.gpu
+def test_checkpoints_hold_the_adapter_and_resume_to_the_same_bits(device, tmp_path):
+    straight, first = trainer_of(device), trainer_of(device)
+    for seed in range(4):
+        straight.step(*pair(seed=seed))
+    for seed in range(2):
+        first.step(*pair(seed=seed))
+    saved = first.save(tmp_path)
+    model = wt.Model.from_pretrained(tmp_path, device)
+    assert model.adapter == first.model.adapter
+    second = wt.Trainer(model, settings())
+    second.load(saved)
+    for seed in range(2, 4):
+        second.step(*pair(seed=seed))
+    assert_same(model.adapter_state(), straight.model.adapter_state())
+    assert_same(moments(second), moments(straight))
+    assert_same(model.state_dict(), lively(CONFIG))
+    plain = wt.Trainer(base(device), TrainConfig(steps=10))
+    with pytest.raises(CheckpointError, match="another adapter"):
+        plain.load(saved)
+    with pytest.raises(CheckpointError, match="no adapter"):
+        second.load(plain.save(tmp_path / "plain"))
