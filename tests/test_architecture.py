@@ -19,7 +19,7 @@ LAYERS = [
     {"model"},
     {"profile"},
     {"train", "tune"},
-    {"doctor"},
+    {"doctor", "plot"},
     {"cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -23,7 +23,10 @@ from wgsl_train.errors import ConfigError
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 40
-COMMANDS = ("train", "eval", "generate", "merge", "profile", "tune", "devices", "doctor")
+COMMANDS = (
+    "train", "eval", "compare", "generate", "embed", "merge", "plot", "profile", "tune", "devices",
+    "doctor",
+)  # fmt: skip
 SIZES = ("--d-model=8", "--n-layer=1", "--d-state=4", "--batch-size=2", "--seq-len=16")
 
 
@@ -105,7 +108,9 @@ def test_training_says_what_it_does_and_keeps_the_log(train):
     assert shown == ["1", "2", "4", "5"]
     assert re.search(r"^step 4/5 .*  left \d+:\d\d:\d\d$", done.err, re.M)
     assert re.search(
-        r"^step 5: eval loss [\d.]+, perplexity [\d.]+, [\d.]+ bits a token$", done.err, re.M
+        r"^step 5: eval loss [\d.]+, perplexity [\d.]+, [\d.]+ bits a token, top-1 [\d.]+%$",
+        done.err,
+        re.M,
     )
     assert "saved      run/checkpoint-5" in done.err
     assert done.out == ""
@@ -621,6 +626,39 @@ def test_a_reader_that_goes_away(tmp_path):
     )
     assert done.stdout.startswith("Usage")
     assert "Traceback" not in done.stderr
+
+
+# Measuring and drawing
+
+
+def test_comparing_embedding_and_drawing(run, train, tmp_path, monkeypatch):
+    train("--eval-fraction=0.1", out="a")
+    train("--lr=1e-2", out="b", steps=20)
+    done = run("compare", "a", "b", "--data=text.txt", "--batch-size=2", "--seq-len=16")
+    assert done.code == 0, done.err
+    seen = json.loads(done.out)
+    assert seen["difference"] == pytest.approx(seen["loss_b"] - seen["loss_a"])
+    assert seen["difference"] < -0.5
+    assert 0.5 < seen["wins"] <= 1
+    assert seen["tokens"] == len(TEXT) - 1
+    self = run("compare", "a", "a", "--data=text.txt", "--batch-size=2", "--seq-len=16")
+    assert json.loads(self.out) == {
+        **seen, "loss_b": seen["loss_a"], "difference": 0.0, "wins": 0.5
+    }  # fmt: skip
+    vector = json.loads(run("embed", "b", "--text=the quick fox").out)
+    assert len(vector) == 8
+    assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-5)
+    for file in ("c.png", "c.svg"):
+        assert run("plot", "a", "b", f"--out={file}").code == 0
+    assert Path("c.png").read_bytes().startswith(b"\x89PNG")
+    svg = Path("c.svg").read_text()
+    assert all(label in svg for label in ("a, held out", "gradient norm", "tokens/s"))
+    refuses(run("plot", "a", "--out=c.bmp"), "c.bmp: its suffix is '.bmp'; allowed: .png, .svg")
+    refuses(run("plot", "nowhere", "--out=c.png"), "nowhere/metrics.jsonl: cannot be read")
+    (tmp_path / "a/metrics.jsonl").write_text("{")
+    refuses(run("plot", "a", "--out=c.png"), "metrics.jsonl: damaged")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    refuses(run("plot", "b", "--out=c.png"), r"need matplotlib: pip install 'wgsl-train\[plot\]'")
 
 
 # Profile and tune

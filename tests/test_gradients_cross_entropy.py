@@ -101,6 +101,7 @@ def test_evaluation_and_inference(device, batch):
     assert {d.kernel.name for d in plan.dispatches} == {
         "linear_forward",
         "cross_entropy",
+        "row_rank",
         "loss_sum",
     }
     encoder.run("forward")

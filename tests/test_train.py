@@ -570,7 +570,7 @@ def test_a_run_logs_evaluates_saves_and_rotates(device, tmp_path):
     ].keys()
     assert all(line["tokens_per_s"] > 0 for line in steps)
     assert [line["step"] for line in evaluations] == [6, 12]
-    assert {"eval_loss", "perplexity", "bits_per_token", "eval_tokens"} <= evaluations[0].keys()
+    assert {"eval_loss", "perplexity", "top1", "top5", "eval_tokens"} <= evaluations[0].keys()
     assert progress.tokens == 9 * 2 * 8 + 149 - 8 * 18 + 9 * 2 * 3
 
 

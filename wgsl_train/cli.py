@@ -1,4 +1,4 @@
-"""The command line: wgsl-train train | eval | generate | profile | tune | doctor | devices."""
+"""The command line: wgsl-train train | eval | compare | generate | embed | and more."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from .models import lora
 from .models.lora import Lora
 from .models.mamba import parameters
 from .plan import Layout, Memory
-from .train import Trainer, evaluate, saved_config
+from .plot import plot
+from .train import Trainer, compare, evaluate, saved_config
 from .tune import Tuned
 from .tune import tune as measure_choices
 
@@ -515,7 +516,7 @@ class _Display:
         if "eval_loss" in record:
             err.print(
                 "step {step}: eval loss {eval_loss:.4f}, perplexity {perplexity:.3f}, "
-                "{bits_per_token:.3f} bits a token".format(**record)
+                "{bits_per_token:.3f} bits a token, top-1 {top1:.1%}".format(**record)
             )
             return
         numbers = (
@@ -572,7 +573,7 @@ def evaluate_command(
     require_gpu: RequireOption = False,
     allow_cpu_adapter: AllowOption = False,
 ) -> None:
-    """Loss, perplexity and bits a token of a model on text or token files. Prints JSON."""
+    """Loss, perplexity, bits a token and accuracy of a model on text or token files. Prints JSON."""
     source = find_checkpoint(model)
     tokens = load_tokenizer(tokenizer or source)
     vocab_size = _model_config({}, source, tokens).vocab_size
@@ -580,6 +581,59 @@ def evaluate_command(
     dataset = Dataset.from_paths(data, tokens, kind, vocab_size)
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     out.print(json.dumps(evaluate(loaded, dataset, batch_size, seq_len).record()))
+
+
+@app.command("compare")
+def compare_command(
+    a: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
+    b: Annotated[Path, typer.Argument(help="Another one.")],
+    data: DataOption,
+    batch_size: BatchSizeOption = 8,
+    seq_len: SeqLenOption = 256,
+    tokenizer: TokenizerOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    require_gpu: RequireOption = False,
+    allow_cpu_adapter: AllowOption = False,
+) -> None:
+    """Losses of two models on the same text or token files, and how often the second wins.
+
+    Prints JSON; "wins" is the share of the tokens that B foresees better than A. The text becomes
+    tokens by A's tokenizer.
+    """
+    sources = [find_checkpoint(path) for path in (a, b)]
+    tokens = load_tokenizer(tokenizer or sources[0])
+    vocab_size = min(_model_config({}, source, tokens).vocab_size for source in sources)
+    kind: Any = (dtype or Dtype.uint16).value
+    dataset = Dataset.from_paths(data, tokens, kind, vocab_size)
+    opened = _open(device, require_gpu, allow_cpu_adapter)
+    first, second = (Model.from_pretrained(source, opened) for source in sources)
+    out.print(json.dumps(compare(first, second, dataset, batch_size, seq_len).record()))
+
+
+@app.command("plot")
+def plot_command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    file: Annotated[Path, typer.Option("--out", help="The file to draw: .png, .svg or .pdf.")],
+) -> None:
+    """Draw loss, learning rate, gradient norm and throughput of runs. Needs matplotlib."""
+    plot(runs, file)
+
+
+@app.command()
+def embed(
+    model: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
+    text: Annotated[str, typer.Option(help="Text to embed; - reads standard input.")],
+    tokenizer: TokenizerOption = None,
+    device: DeviceOption = None,
+    require_gpu: RequireOption = False,
+    allow_cpu_adapter: AllowOption = False,
+) -> None:
+    """Print a text's embedding as a JSON list: d_model numbers, of length 1 as a vector."""
+    source = find_checkpoint(model)
+    ids = load_tokenizer(tokenizer or source).encode(_standard_input() if text == "-" else text)
+    loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
+    out.print(json.dumps(loaded.embed(ids)[0].tolist()))
 
 
 @app.command()

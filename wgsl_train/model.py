@@ -21,6 +21,7 @@ from .kernel import Tensor, Values
 from .models import lora, mamba
 from .models.initialization import initialize
 from .ops.cross_entropy import head_logits, language_model_loss
+from .ops.mean_pool import mean_pool
 from .ops.optimizer import Optimizer, optimizer
 from .plan import Layout, ParamSpec, Plan
 
@@ -31,14 +32,31 @@ _PREFILL = 64  # tokens of a prompt taken in one submit; the rest go one by one
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A plan of one batch shape, and the tensors the host writes and reads."""
+    """A plan of one batch shape, and the tensors the host writes and reads.
+
+    row_loss, row_rank   see `language_model_loss`; kept for the host where the plan does not train
+    """
 
     plan: Plan
     tokens: Tensor
     targets: Tensor
     batch_scale: Tensor
     loss: Tensor
+    row_loss: Tensor
+    row_rank: Tensor | None
     optimizer: Optimizer | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well each target of a batch was foreseen; both (batch, seqlen).
+
+    loss   in nats; 0 where the target is ignored
+    rank   how many tokens were held likelier: 0 where it was the likeliest; -1 where it is ignored
+    """
+
+    loss: Array
+    rank: Array
 
 
 @dataclass(frozen=True)
@@ -85,12 +103,14 @@ def plan_step(
         plan, config, tokens, activation_checkpointing=activation_checkpointing and training
     )
     weight, bias = mamba.head(config)
-    language_model_loss(plan, x, targets, batch_scale, loss, weight, bias)
+    row_loss, row_rank = language_model_loss(plan, x, targets, batch_scale, loss, weight, bias)
+    if row_rank:
+        plan.keep += [row_loss, row_rank]
     if training:
         plan.backward()
     planned = optimizer(plan) if update else None
     plan.prune()
-    return StepPlan(plan, tokens, targets, batch_scale, loss, planned)
+    return StepPlan(plan, tokens, targets, batch_scale, loss, row_loss, row_rank, planned)
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -145,6 +165,7 @@ class Model:
     def _forget(self) -> None:
         """Forget what was compiled."""
         self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._embedders: dict[tuple[int, ...], tuple[Encoder, Tensor, Tensor]] = {}
         self._forwards: dict[tuple[int, ...], tuple[Encoder, Tensor, list[Tensor]]] = {}
         self._decoders: dict[tuple[int, int], tuple[Encoder, Tensor, Tensor | None]] = {}
 
@@ -373,6 +394,37 @@ class Model:
         self.load_batch(step, ids, wanted, int((wanted != IGNORED).sum()))
         step.encoder.run("forward")
         return float(step.encoder.read(step.tensors.loss)[0])
+
+    def scores(self, tokens: npt.ArrayLike, targets: npt.ArrayLike) -> Scores:
+        """Loss and rank of every target. Targets are given already shifted; -100 is ignored."""
+        ids = self.check_tokens(tokens)
+        wanted = self.check_targets(targets, ids.shape)
+        step = self.step_encoder(*ids.shape, training=False)
+        self.load_batch(step, ids, wanted, 1)
+        step.encoder.run("forward")
+        assert step.tensors.row_rank
+        loss = step.encoder.read(step.tensors.row_loss).reshape(ids.shape)
+        rank = step.encoder.read(step.tensors.row_rank).reshape(ids.shape).astype(np.int32)
+        return Scores(loss, rank)
+
+    def embed(self, tokens: npt.ArrayLike) -> Array:
+        """(batch, d_model) float32: the final norm's output, its mean over time, of length 1.
+
+        tokens   (batch, seqlen) integer ids below vocab_size, all of them of the sequence: padding
+                 would count
+        """
+        ids = self.check_tokens(tokens)
+        if ids.shape not in self._embedders:
+            plan = Plan(self.layout, self.device.target, training=False)
+            given = plan.persistent(f"tokens.{ids.shape[0]}x{ids.shape[1]}", ids.shape, "u32")
+            pooled = mean_pool(plan, mamba.backbone(plan, self.config, given))
+            plan.keep.append(pooled)
+            plan.prune()
+            self._embedders[ids.shape] = Encoder(self.buffers, plan), given, pooled
+        encoder, given, pooled = self._embedders[ids.shape]
+        encoder.write(given, ids)
+        encoder.run("forward")
+        return encoder.read(pooled)
 
     def loss_and_grads(
         self,

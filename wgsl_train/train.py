@@ -85,10 +85,15 @@ class StepResult:
 
 @dataclass
 class Evaluation:
-    """Mean over all predicted tokens of a dataset."""
+    """Means over all predicted tokens of a dataset.
+
+    top1, top5   share of the tokens that were among the one, or five, held likeliest
+    """
 
     loss: float
     tokens: int
+    top1: float
+    top5: float
 
     @property
     def perplexity(self) -> float:
@@ -104,6 +109,8 @@ class Evaluation:
             "eval_loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_token": self.bits_per_token,
+            "top1": self.top1,
+            "top5": self.top5,
             "eval_tokens": self.tokens,
         }
 
@@ -581,17 +588,66 @@ def evaluate(
     seq_len: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Mean loss in nats over every predicted token of a dataset.
+    """Mean loss in nats, and accuracy, over every predicted token of a dataset.
 
     should_stop   asked before each batch; True ends with the batches so far
     """
-    loss, count = 0.0, 0
+    loss, count, top1, top5 = 0.0, 0, 0, 0
     for batch in dataset.batches(batch_size, seq_len, seed=None, epoch=0):
         if should_stop():
             break
-        loss += model.loss(batch.inputs, batch.targets) * batch.n_targets
+        scores = model.scores(batch.inputs, batch.targets)
+        loss += float(scores.loss.sum(dtype=np.float64))
+        top1 += int((scores.rank == 0).sum())
+        top5 += int(((scores.rank >= 0) & (scores.rank < 5)).sum())
         count += batch.n_targets
-    return Evaluation(loss / max(1, count), count)
+    n = max(1, count)
+    return Evaluation(loss / n, count, top1 / n, top5 / n)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same tokens.
+
+    loss_a, loss_b   mean losses in nats
+    wins             share of the tokens that b foresaw better than a; equals count half
+    tokens           predicted by each
+    """
+
+    loss_a: float
+    loss_b: float
+    wins: float
+    tokens: int
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "loss_a": self.loss_a,
+            "loss_b": self.loss_b,
+            "difference": self.loss_b - self.loss_a,
+            "wins": self.wins,
+            "tokens": self.tokens,
+        }
+
+
+def compare(a: Model, b: Model, dataset: Dataset, batch_size: int, seq_len: int) -> Comparison:
+    """Losses of two models over every predicted token of a dataset, and which one wins how often.
+
+    Raises ConfigError where the models' vocabularies differ.
+    """
+    if a.config.vocab_size != b.config.vocab_size:
+        raise ConfigError(
+            f"the models have {a.config.vocab_size} and {b.config.vocab_size} tokens: losses of "
+            "different vocabularies cannot be compared"
+        )
+    losses, wins, count = np.zeros(2), 0.0, 0
+    for batch in dataset.batches(batch_size, seq_len, seed=None, epoch=0):
+        counted = batch.targets != IGNORED
+        first, second = (m.scores(batch.inputs, batch.targets).loss[counted] for m in (a, b))
+        losses += [first.sum(dtype=np.float64), second.sum(dtype=np.float64)]
+        wins += float((second < first).sum() + 0.5 * (second == first).sum())
+        count += batch.n_targets
+    n = max(1, count)
+    return Comparison(float(losses[0]) / n, float(losses[1]) / n, wins / n, count)
 
 
 def _due(step: int, every: int) -> bool:

@@ -31,6 +31,23 @@ def cross_entropy(targets, batch_scale, logits, gradient):
     return {"logits": dlogits * counted[:, None] * batch_scale, "row_loss": row_loss}
 
 
+def whole(rng, shape, values):
+    return rng.integers(-9, 9, shape)  # so that some are equal
+
+
+@oracle(
+    case(rows=37, vocab_size=23),
+    case(rows=5, vocab_size=5000),
+    case(rows=11, vocab_size=260),
+    case(rows=1, vocab_size=1),
+    draw={"targets": some_ignored, "logits": whole},
+)
+def row_rank(targets, logits):
+    counted = targets < logits.shape[1]
+    own = logits[np.arange(len(targets)), np.where(counted, targets, 0)]
+    return {"row_rank": np.where(counted, (logits > own[:, None]).sum(-1), -1)}
+
+
 @oracle(case(rows=1, one=1), case(rows=1000, one=1))
 def loss_sum(row_loss):
     return {"loss": row_loss.sum(keepdims=True)}

@@ -31,6 +31,17 @@ CROSS_ENTROPY = Kernel(
     traffic=lambda v: (12 if v["gradient"] else 4) * v["rows"] * v["vocab_size"],
 )
 
+ROW_RANK = Kernel(
+    "row_rank",
+    reads={"targets": "*rows", "logits": "*rows vocab_size"},
+    writes={"row_rank": "*rows"},
+    choose=_choices,
+    grid=lambda v: spread(ceil_div(v["rows"], v["workgroup"] // v["lanes"])),
+    vec4=lambda v: ("logits",) if v["vocab_size"] % 4 == 0 else (),
+    u32=frozenset({"targets"}),
+    flops=lambda v: v["rows"] * v["vocab_size"],
+)
+
 LOSS_SUM = Kernel(
     "loss_sum",
     reads={"row_loss": "*rows"},
@@ -80,7 +91,7 @@ def language_model_loss(
     head: str,
     bias: str | None = None,
     name: str = "loss",
-) -> None:
+) -> tuple[Tensor, Tensor | None]:
     """Add to loss the cross-entropy, in nats, of logits = x headᵀ + bias against the targets.
 
     x (..., d_model) f32; targets (...) u32, those that are IGNORED count nothing, the others are
@@ -88,11 +99,15 @@ def language_model_loss(
     multiplied by: 1 / the number of counted targets of the whole step; loss (1,) f32; head and
     bias are names of parameters (vocab_size, d_model) and (vocab_size,).
 
+    Returns two tensors (rows,) f32: the loss of each row, times batch_scale; and, unless the plan
+    trains, the target's rank: how many logits are above its own, -1 where it is IGNORED.
+
     A chunk of rows at a time: where the plan trains, its gradients follow its logits at once, in
     the forward section, so that the logits need not be kept or computed twice.
     """
     rows, vocab_size = targets.size, plan.layout.specs[head].shape[0]
     row_loss = plan.tensor(f"{name}_of_rows", (rows,))
+    row_rank = None if plan.training else plan.tensor("rank_of_rows", (rows,))
     chunk = chunk_rows(plan.target, vocab_size)
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
@@ -107,9 +122,17 @@ def language_model_loss(
                 row_loss=row_loss.view(start, (stop - start,)),
                 gradient=plan.training,
             )
-            if plan.training:
+            if row_rank:
+                plan.dispatch(
+                    ROW_RANK,
+                    targets=targets.view(start, (stop - start,)),
+                    logits=logits,
+                    row_rank=row_rank.view(start, (stop - start,)),
+                )
+            else:
                 _backward(plan, x, start, stop, head, bias, logits)
     plan.dispatch(LOSS_SUM, row_loss=row_loss, loss=loss)
+    return row_loss, row_rank
 
 
 def _backward(
