@@ -44,7 +44,16 @@ def linear_forward(
 @oracle(
     case(rows=37, d_out=45, d_in=33, dout_stride=45, dx_stride=33),
     case(rows=130, d_out=20, d_in=132, dout_stride=20, dx_stride=132),
-    case(rows=70, d_out=40, d_in=24, dout_stride=48, dout_start=8, dx_stride=80, dx_start=24, scale=2.5),
+    case(
+        rows=70,
+        d_out=40,
+        d_in=24,
+        dout_stride=48,
+        dout_start=8,
+        dx_stride=80,
+        dx_start=24,
+        scale=2.5,
+    ),
     case(rows=9, d_out=6, d_in=10, dout_stride=8, dout_start=1, dx_stride=16, dx_start=3),
     case(rows=1, d_out=1, d_in=1, dout_stride=1, dx_stride=1),
     *(case(rows=67, d_out=36, d_in=68, dout_stride=36, dx_stride=68, choices=t) for t in TILES),

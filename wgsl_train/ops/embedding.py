@@ -20,7 +20,6 @@ FORWARD = Kernel(
 )
 
 
-
 def _choose(target: Target, v: Values) -> Values:
     """per_lane: tokens that a lane compares between barriers; subgroup: 1 where subgroups of 8
     look through the batch for a row of the table each, which pays while that is few looks."""

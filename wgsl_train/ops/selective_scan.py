@@ -211,7 +211,6 @@ BACKWARD = Kernel(
 )
 
 
-
 def _sums_elements(v: Values) -> int:
     """Sums that scan_backward_sums makes: of vec4s where columns divide by 4."""
     rows, columns = v["batch"] * v["seqlen"], v["d_x_dbl"]
