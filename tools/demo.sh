@@ -9,5 +9,5 @@ python=.venv/bin/python
 stdlib="$($python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 $python -m wgsl_train train --config tools/demo.toml --data "$stdlib/*.py" --out runs/demo
 echo
-echo "A sample, after \"def \":"
-$python -m wgsl_train generate runs/demo --prompt "def " --max-new-tokens 300 --temperature 0.8 --seed 1
+echo "A sample, after \"class \":"
+$python -m wgsl_train generate runs/demo --prompt "class " --max-new-tokens 200 --temperature 0.7 --seed 3 --allow-cpu-adapter
