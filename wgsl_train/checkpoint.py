@@ -362,6 +362,16 @@ def _sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
+def make_folder(path: AnyPath) -> Path:
+    """A folder, made with those above it where they are missing. Raises CheckpointError."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from None
+    return folder
+
+
 def write_json(path: AnyPath, value: Mapping[str, Any]) -> None:
     """A JSON object to a file, whole or not at all."""
     with _replacing(Path(path)) as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,9 +287,7 @@ class Encoder:
         self.buffers.submits += 1
         self.device.guard(lambda: self.device.wgpu.queue.submit([commands]))
 
-    def time(
-        self, *sections: str, repeats: int = 1, keep: Callable[[Dispatch], bool] = lambda d: True
-    ) -> list[Timing]:
+    def time(self, *sections: str, repeats: int = 1) -> list[Timing]:
         """GPU time of each dispatch, the median over repeats. Needs timestamp queries.
 
         Every dispatch gets a compute pass of its own, so that the sum is a little more than a
@@ -308,7 +306,7 @@ class Encoder:
             for first in range(0, len(work), 2048):  # a query set holds 4,096 queries
                 samples[-1] = [*samples[-1], *self._time(work[first : first + 2048])]
         medians = np.median(np.array(samples), axis=0)
-        return [Timing(d, float(s)) for (d, _), s in zip(work, medians, strict=True) if keep(d)]
+        return [Timing(d, float(s)) for (d, _), s in zip(work, medians, strict=True)]
 
     def _time(self, work: Sequence[tuple[Dispatch, Any]]) -> list[float]:
         device, count = self.device.wgpu, 2 * len(work)

@@ -260,11 +260,7 @@ class Model:
         An adapter is written beside them, and not added to the weights: see `merge_adapter`.
         Raises CheckpointError where a weight is not finite, or the disk refuses.
         """
-        folder = Path(path)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from None
+        folder = checkpoint.make_folder(path)
         checkpoint.write_json(folder / checkpoint.CONFIG, self.config.to_hugging_face())
         weights = ((name, self._read(name)) for name in self._shapes)  # one at a time
         checkpoint.save_tensors(folder / checkpoint.WEIGHTS, weights, shapes=self._shapes)
@@ -303,11 +299,8 @@ class Model:
 
         Raises ConfigError where there is no adapter, CheckpointError where the disk refuses.
         """
-        adapter, folder = self._own_adapter(), Path(path)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from None
+        adapter = self._own_adapter()
+        folder = checkpoint.make_folder(path)
         adapter.save(folder, self.config, self.adapter_state())
 
     def adapter_state(self) -> dict[str, Array]:

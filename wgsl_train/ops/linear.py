@@ -4,6 +4,7 @@ All are renderings of one template, shaders/include/matmul.wgsl. Inputs and outp
 of columns of wider tensors (`Columns`), so that nothing is copied to split or join.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -428,6 +429,7 @@ def plan_backward_weight(
     )
 
 
+@functools.cache
 def _parts(target: Target, m: int, n: int, depth: int, dispatch: float = 0.0) -> int:
     """How many parts a sum over `depth` is split into, so that few tiles fill the adapter.
 
