@@ -1,6 +1,7 @@
 """Configurations: ranges, derived sizes, and the three dialects of config.json."""
 
 import json
+import math
 from dataclasses import fields, replace
 
 import numpy as np
@@ -102,6 +103,11 @@ def test_smallest_and_largest_sizes_are_allowed():
         ("a_log_clamp", (-1e9, 5)),
         ("a_log_clamp", (float("nan"), 5)),
         ("a_log_clamp", 5),
+        ("head_dim", 0),
+        ("n_groups", 0),
+        ("time_step_limit", (-1, 1)),
+        ("time_step_limit", (1, 0.5)),
+        ("time_step_limit", (float("nan"), 5)),
         ("pad_vocab_size_multiple", 0),
         ("init", "random"),
         ("initializer_range", -0.1),
@@ -158,7 +164,7 @@ def test_every_field_survives_the_round_trip():
     """Each field at a value that is not its default, so that none can be forgotten."""
     other = {
         "dt_rank": 9, "discretization": "zoh", "a_log_clamp": (-1.0, 1.0), "init": "memory_engine",
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "time_step_limit": (0.01, math.inf),
     }  # fmt: skip
     for f in fields(MambaConfig):
         if f.name in SIZES:

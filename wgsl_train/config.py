@@ -1,7 +1,8 @@
 """Model and training configuration: frozen dataclasses, derived sizes, validation.
 
-Glossary. [1] is the Mamba paper (Gu and Dao 2023, arXiv:2312.00752); official names are those of
-state-spaces/mamba, and of Hugging Face's MambaConfig after the slash where they differ.
+Glossary. [1] is the Mamba paper (Gu and Dao 2023, arXiv:2312.00752), [2] the Mamba-2 paper (Dao
+and Gu 2024, arXiv:2405.21060); official names are those of state-spaces/mamba, and of Hugging
+Face's MambaConfig after the slash where they differ.
 
     batch, seqlen   sequences in a batch, tokens in a sequence     (`B`, `L` in [1] Algorithm 2)
     rows            batch * seqlen
@@ -17,6 +18,11 @@ state-spaces/mamba, and of Hugging Face's MambaConfig after the slash where they
                     official: d_conv / conv_kernel
     dt_rank         rank of the projection that makes delta         (`R` in [1] Section 3.6)
                     official: dt_rank / time_step_rank
+    n_heads, head_dim  Mamba-2: d_inner is n_heads heads of head_dim channels, which share A, D and
+                    delta                                           (`H`, `P` in [2] Section 7.2)
+                    official: nheads, headdim / num_heads, head_dim
+    n_groups        Mamba-2: groups of heads; those of one share B and C
+                    official: ngroups / n_groups                    (`G` in [2] Section 7.2)
     A, A_log        state matrix, diagonal; A = -exp(A_log)         ([1] Section 3.6, S4D-Real)
     B, C            input and output matrices, selective            ([1] Section 3.2)
     D               skip from the scan's input to its output
@@ -138,10 +144,10 @@ _CAST: dict[str, Callable[[Any], Any]] = {
 
 
 def _within(value: Any, rule: Mapping[str, Any]) -> bool:
-    """Whether a number is finite and in its field's range."""
+    """Whether a number is in its field's range; infinite only where that goes so far."""
     low, high = rule.get("low"), rule.get("high")
     return bool(
-        -math.inf < value < math.inf
+        (-math.inf < value < math.inf or value in (low, high))
         and (low is None or low <= value)
         and (high is None or value <= high)
     )
@@ -179,6 +185,9 @@ class MambaConfig(_Checked):
     expand                   channels of convolution and scan, in units of d_model
     dt_rank                  rank of the projection that makes delta; "auto" is ceil(d_model / 16)
     discretization           "euler", as the official kernels, or "zoh", zero-order hold
+    head_dim                 Mamba-2: channels of a head
+    n_groups                 Mamba-2: groups of heads, each with a B and a C of its own
+    time_step_limit          Mamba-2: (low, high) that delta is clamped to; high may be infinite
     use_conv_bias            whether conv1d has a bias
     use_bias                 whether in_proj and out_proj have one
     x_proj_bias              whether x_proj has one
@@ -208,6 +217,9 @@ class MambaConfig(_Checked):
     expand: int = _rule(2, 1, 64)
     dt_rank: int = _rule("auto", 1, 1 << 16)
     discretization: Literal["euler", "zoh"] = _rule("euler", among=("euler", "zoh"))
+    head_dim: int = _rule(64, 1, 1 << 16)
+    n_groups: int = _rule(1, 1, 1 << 16)
+    time_step_limit: tuple[float, float] = _rule((0.0, math.inf), 0.0, math.inf)
     use_conv_bias: bool = True
     use_bias: bool = False
     x_proj_bias: bool = False
@@ -296,8 +308,11 @@ class MambaConfig(_Checked):
             if getattr(self, name) != plain
         }
         extra: dict[str, Any] = dict(inexpressible)
-        if self.init != "official":
-            extra["init"] = self.init
+        extra |= {
+            name: getattr(self, name)
+            for name, plain in _NO_KEY.items()
+            if getattr(self, name) != plain
+        }
         if self.rescale_prenorm_residual:
             extra["rescale_prenorm_residual"] = True
         if self.pad_vocab_size_multiple != 1:
@@ -362,7 +377,7 @@ class MambaConfig(_Checked):
         extra = config.get("wgsl_train", {})
         if not isinstance(extra, Mapping):
             raise ConfigError(f"config.json: wgsl_train is {extra!r}, not an object")
-        allowed = [*_CHANGES_LOGITS, "init", "rescale_prenorm_residual"]
+        allowed = [*_CHANGES_LOGITS, *_NO_KEY, "rescale_prenorm_residual"]
         allowed += ["vocab_size", "pad_vocab_size_multiple"]
         check_keys(extra, allowed, "config.json: wgsl_train")
         made = cls.from_dict(values | dict(extra))
@@ -406,6 +421,14 @@ _CHANGES_LOGITS = {
     "a_log_clamp": None,
     "x_proj_bias": False,
     "lm_head_bias": False,
+}
+
+# Fields without a counterpart that have no say in what Mamba-1 computes, and their defaults
+_NO_KEY = {
+    "init": "official",
+    "head_dim": 64,
+    "n_groups": 1,
+    "time_step_limit": (0.0, math.inf),
 }
 
 _HUGGING_FACE = {
