@@ -7,7 +7,7 @@ import pytest
 
 from wgsl_train.config import MambaConfig
 from wgsl_train.errors import DeviceError, ShapeError, TemplateError
-from wgsl_train.kernel import KERNELS, PORTABLE, Kernel, Target, Tensor, jinja
+from wgsl_train.kernel import KERNELS, PORTABLE, Kernel, Target, Templates, Tensor
 from wgsl_train.model import plan_step
 from wgsl_train.models import mamba
 from wgsl_train.plan import BLOCK, Layout, Memory, ParamSpec, Plan
@@ -201,29 +201,74 @@ def test_a_plan_prints_one_line_a_dispatch():
     assert "linear_forward" in str(plan)
 
 
-def test_a_template_error_names_file_and_line(tmp_path, monkeypatch):
-    (tmp_path / "test_broken.wgsl").write_text(
-        "// out = x\nfn f() {\n  let a = {{ nothing }};\n}\n"
-    )
-    monkeypatch.setattr("wgsl_train.kernel._jinja", jinja(tmp_path))
-    monkeypatch.setattr("wgsl_train.kernel.SHADER_DIR", tmp_path)
-    broken = make("test_broken", reads=["x"], writes=["out"])
-    with pytest.raises(TemplateError, match=r"shaders/test_broken.wgsl:3.*nothing"):
-        broken.render({"n": 4}, {"n": 4}, ["x", "out"], [])
+@pytest.fixture
+def render(tmp_path, monkeypatch):
+    """Renders a template of a folder of its own."""
+
+    def rendered(**texts):
+        for name, text in texts.items():
+            (tmp_path / f"{name}.wgsl").write_text(text)
+        monkeypatch.setattr("wgsl_train.kernel._initial", Templates(tmp_path))
+        kernel = make(next(iter(texts)), reads=["x"], writes=["out"])
+        return kernel.render({"n": 4}, {"n": 4}, ["x", "out"], [])
+
+    return rendered
 
 
-def test_rendered_lines_know_their_template_line_through_loops_and_includes(tmp_path, monkeypatch):
-    (tmp_path / "test_lines.wgsl").write_text(
-        "// out = x\n$$ for i in range(2)\nlet a{{ i }} = 1;\n$$ endfor\n{$ include 'inc.wgsl' $}\n"
+@pytest.mark.parametrize(
+    "line, place, reason",
+    [
+        ("  let a = {{ nothing }};", "3:14", "'nothing' is undefined"),
+        ("  let a = {{ n + }};", "3:11", "unexpected"),
+        ("  let a = 1; {$ fi n $}", "3:17", "unknown tag 'fi'"),
+        ("  $$ for i in", "3:3", "Expected an expression"),
+        ("  let a = {{ n // 0 }};", "3:11", "ZeroDivisionError"),
+        ("  let a = {{ 'b' + n }};", "3:11", "TypeError"),
+        ("{$ include 'gone.wgsl' $}", "3:1", "no template shaders/gone.wgsl"),
+        ("@group(0) @binding(7) var<storage> y: array<f32>;", "3:1", "declares a binding"),
+    ],
+)
+def test_a_template_error_names_file_line_and_column(render, line, place, reason):
+    with pytest.raises(TemplateError) as raised:
+        render(test_broken=f"// out = x\nfn f() {{\n{line}\n}}\n")
+    assert str(raised.value).startswith(f"shaders/test_broken.wgsl:{place}: "), raised.value
+    assert reason in str(raised.value)
+
+
+def test_a_template_error_in_an_include_names_the_include(render):
+    with pytest.raises(TemplateError, match=r"^shaders/test_inner.wgsl:2:4: 'gone' is undefined"):
+        render(
+            test_outer="// out = x\n{$ include 'test_inner.wgsl' $}\n", test_inner="\n{{ gone }}\n"
+        )
+
+
+def test_rendered_text_knows_its_place_through_loops_macros_and_includes(render):
+    rendered = render(
+        test_lines="// out = x\n"
+        "$$ for i in range(2)\n"
+        "let a{{ i }} = 1{$ for j in range(2) $} + b{{ j }}{$ endfor $};\n"
+        "$$ endfor\n"
+        "{$ macro twice(a) $}2.0 * {{ a }}{$ endmacro $}\n"
+        "  let c = {{ twice('d') }} + e;\n"
+        "{$ include 'inc.wgsl' $}\n",
+        inc="// included\nlet b = 2;\n",
     )
-    (tmp_path / "inc.wgsl").write_text("// included\nlet b = 2;\n")
-    monkeypatch.setattr("wgsl_train.kernel._jinja", jinja(tmp_path))
-    kernel = make("test_lines", reads=["x"], writes=["out"])
-    rendered = kernel.render({"n": 4}, {"n": 4}, ["x", "out"], [])
-    at = dict(zip(rendered.source.splitlines(), rendered.origins, strict=True))
-    assert at["let a1 = 1;"] == "test_lines.wgsl:3"
-    assert at["let b = 2;"] == "inc.wgsl:2"
+    lines = rendered.source.splitlines()
+    assert len(lines) == len(rendered.origins)
     assert "/*@" not in rendered.source
+
+    def place(line, text):
+        return rendered.place(1 + lines.index(line), 1 + line.index(text))
+
+    sums = "let a1 = 1 + b0 + b1;"
+    assert place(sums, "let") == "shaders/test_lines.wgsl:3:1"
+    assert place(sums, "1 = 1") == "shaders/test_lines.wgsl:3:6"
+    assert place(sums, "= 1") == "shaders/test_lines.wgsl:3:14"
+    assert place(sums, "b1") == "shaders/test_lines.wgsl:3:43"
+    assert place("  let c = 2.0 * d + e;", "2.0") == "shaders/test_lines.wgsl:5:21"
+    assert place("  let c = 2.0 * d + e;", "e;") == "shaders/test_lines.wgsl:6:30"
+    assert place("let b = 2;", "2") == "shaders/inc.wgsl:2:9"
+    assert rendered.place(2) == "test_lines (generated):2:1"
 
 
 def test_memory_of_nothing_is_nothing():

@@ -153,14 +153,34 @@ class Buffers:
         return pipelines[source]
 
 
+_EXCERPT = re.compile(r" *(?P<line>\d*) (?P<rest>(?P<bar>[│┌=]).*)")
+
+
 def _explain(kernel: Kernel, rendered: Rendered, message: str) -> str:
-    """A compiler's message with the template's file and line in front."""
-    place = re.search(r":(\d+):(\d+)", message)
-    if place and int(place[1]) <= len(rendered.origins):
-        where = f"shaders/{rendered.origins[int(place[1]) - 1]}"
-    else:
-        where = f"shaders/{kernel.name}.wgsl"
-    return f"{where}: {kernel.name} does not compile\n{message}"
+    """A compiler's message, with places in the templates instead of those in the rendered source."""
+    message = re.sub(
+        r"\AValidation Error\s+Caused by:\s+In \w+(, label = '[^']*')?\s+", "", message
+    )
+    message = re.sub(r"\AShader ('[^']*' parsing|validation) error: ", "", message)
+    # what the excerpt's notes say comes once more behind it
+    head, *excerpt = message.partition("\n\n\n")[0].rstrip().split("\n")
+    where = f"shaders/{kernel.name}.wgsl"
+    lines: list[tuple[str, str]] = []  # what stands left and right of the excerpt's bar
+    for line in excerpt:
+        match = _EXCERPT.fullmatch(line)
+        margin, text = ("", match["rest"]) if match else ("", line)
+        if match and match["line"]:
+            code = text[2:]
+            indent = len(code) - len(code.lstrip())
+            margin = rendered.place(int(match["line"]), indent + 1).rpartition(":")[0]
+        elif match and (place := re.fullmatch(r"┌─ .*:(\d+):(\d+)", text)):
+            found = rendered.place(int(place[1]), int(place[2]))
+            where = where if lines else found
+            text = f"┌─ {found}"
+        lines.append((margin, text))
+    width = max((len(margin) for margin, _ in lines), default=0)
+    told = [f"{margin:>{width}} {text}".rstrip() for margin, text in lines]
+    return "\n".join([f"{where}: {kernel.name} does not compile: {head}", *told])
 
 
 def _record(compute: Any, work: Iterable[tuple[Any, Any, int, int, int]]) -> None:

@@ -6,6 +6,7 @@ Also the two descriptions of memory and machine that everything above is written
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -13,9 +14,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
+from jinja2.ext import Extension
 
 from .errors import ShapeError, TemplateError
 
@@ -154,50 +156,147 @@ def _f32(value: float) -> str:
     return f"f32({float(value)!r})"
 
 
-class _Loader(jinja2.FileSystemLoader):
-    """Ends each template line with a marker of its origin, which outlives loops and includes."""
+class _Marks(Extension):
+    """Marks in templates where their text comes from, so that it is known of what they render.
 
-    def get_source(
-        self, environment: jinja2.Environment, template: str
-    ) -> tuple[str, str, Callable[[], bool]]:
-        source, filename, uptodate = super().get_source(environment, template)
-        lines = [
-            line
-            if not line.strip() or line.lstrip().startswith("$$")
-            else f"{line}/*@{template}:{i}*/"
-            for i, line in enumerate(source.splitlines(), 1)
-        ]
-        return "\n".join(lines) + "\n", filename, uptodate
+    A mark stands before each piece of text of a line; one with "=" before each value, all of which
+    comes from one place. Marks outlive loops, macros and includes.
+    """
 
-
-_MARK = re.compile(r"/\*@([^*]+:\d+)\*/")
-
-
-def jinja(shader_dir: Path) -> jinja2.Environment:
-    """The template dialect: {{ }} for values, {$ $} and $$ lines for statements, strict."""
-    env = jinja2.Environment(
-        loader=_Loader(shader_dir),
-        block_start_string="{$",
-        block_end_string="$}",
-        line_statement_prefix="$$",
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    env.filters["f32"] = _f32
-    env.globals["ceil_div"] = ceil_div
-    return env
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        marked, line, column = [], 1, 1
+        for _, kind, token in self.environment.lex(source, name, filename):
+            for i, part in enumerate(token.split("\n")):
+                if i:
+                    marked.append("\n")
+                    line, column = line + 1, 1
+                if kind == "variable_begin":
+                    marked.append(f"/*@{name}:{line}:{column}=*/")
+                elif kind == "data" and part.strip():
+                    marked.append(f"/*@{name}:{line}:{column}*/")
+                marked.append(part)
+                column += len(part)
+        return "".join(marked)
 
 
-_jinja = jinja(SHADER_DIR)
+_MARK = re.compile(r"/\*@([^*:]+):(\d+):(\d+)(=?)\*/")
+
+
+class Templates:
+    """The shader templates of a folder as they are now, however its files change later.
+
+    The dialect is Jinja's, with {{ }} for values, {$ $} and $$ lines for statements, and strict
+    about names.
+
+    texts   by path in the folder, with "/"
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.texts: dict[str, str] = {}
+        for path in sorted(folder.rglob("*.wgsl")):
+            with contextlib.suppress(OSError):  # an editor may just be replacing it
+                text = path.read_text("utf-8", errors="replace")
+                self.texts[path.relative_to(folder).as_posix()] = text
+        self._environment = jinja2.Environment(
+            loader=jinja2.FunctionLoader(self._load),
+            extensions=[_Marks],
+            block_start_string="{$",
+            block_end_string="$}",
+            line_statement_prefix="$$",
+            undefined=jinja2.StrictUndefined,
+            keep_trailing_newline=True,
+            autoescape=False,
+        )
+        self._environment.filters["f32"] = _f32
+        self._environment.globals["ceil_div"] = ceil_div
+
+    def _load(self, name: str) -> tuple[str, str, Callable[[], bool]] | None:
+        return (self.texts[name], name, lambda: True) if name in self.texts else None
+
+    def render(self, name: str, values: Values) -> str:
+        """The template with its values, and marks of where everything comes from.
+
+        Raises TemplateError with the file, line and column of whatever is wrong.
+        """
+        try:
+            return self._environment.get_template(name).render(**values)
+        except jinja2.TemplateNotFound as err:
+            message = f"there is no template shaders/{err.name}"
+            raise TemplateError(self._at(err, message)) from err
+        except jinja2.TemplateError as err:
+            raise TemplateError(self._at(err, str(err.message))) from err
+        except Exception as err:  # an expression may raise anything
+            raise TemplateError(self._at(err, f"{type(err).__name__}: {err}")) from err
+
+    def _at(self, err: Exception, message: str) -> str:
+        """The message, with the place that an error comes from and its line."""
+        if isinstance(err, jinja2.TemplateSyntaxError):
+            name, line = err.name or "", err.lineno
+        else:
+            frames = traceback.extract_tb(err.__traceback__)
+            places = [(f.filename, f.lineno or 1) for f in frames if f.filename in self.texts]
+            if not places:
+                return message
+            name, line = places[-1]
+        text = self.texts[name].split("\n")[line - 1]
+        # Jinja knows no columns: that of the name it complains of, else of the line's first tag
+        quoted = re.search(r"'(\w+)'", message)
+        patterns = [rf"\b{quoted[1]}\b"] if quoted else []
+        patterns += [r"\{\{|\{\$|\{#|\$\$", r"\S", ""]
+        column = next(found.start() for p in patterns if (found := re.search(p, text)))
+        caret = re.sub(r"\S", " ", text[:column]) + "^"
+        return f"shaders/{name}:{line}:{column + 1}: {message}\n{text}\n{caret}"
+
+
+_initial = Templates(SHADER_DIR)
+_edited: dict[str, Templates] = {}  # by kernel, where `use_templates` replaced the initial ones
+
+
+def use_templates(templates: Templates, kernels: Iterable[str]) -> None:
+    """Have kernels render by these templates from now on, rather than by those of the start."""
+    _edited.update(dict.fromkeys(kernels, templates))
+
+
+class Span(NamedTuple):
+    """From `start`, a column, to the next span's a rendered line comes from this place.
+
+    Lines and columns count from 1.
+
+    value   of an expression: all of it comes from this column
+    """
+
+    start: int
+    file: str
+    line: int
+    column: int
+    value: bool
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """WGSL ready to compile, and for each of its lines "file.wgsl:line" of the template."""
+    """WGSL ready to compile, and for each of its lines where in the templates it comes from."""
 
     source: str
-    origins: tuple[str, ...]
+    origins: tuple[tuple[Span, ...], ...]
+
+    def place(self, line: int, column: int = 1) -> str:
+        """Where a place in the source comes from: "shaders/FILE:LINE:COLUMN"."""
+        spans = self.origins[line - 1]
+        span = next((s for s in reversed(spans) if s.start <= column), spans[0])
+        within = 0 if span.value else max(0, column - span.start)
+        return f"{span.file}:{span.line}:{span.column + within}"
+
+
+def _unmark(line: str) -> tuple[str, tuple[Span, ...]]:
+    """A rendered line without its marks, and what they say."""
+    code, spans, end = "", [], 0
+    for mark in _MARK.finditer(line):
+        code += line[end : mark.start()]
+        end = mark.end()
+        file, at, column, value = mark.groups()
+        span = Span(len(code) + 1, f"shaders/{file}", int(at), int(column), bool(value))
+        spans.append(span)
+    return (code + line[end:]).rstrip(), tuple(spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,14 +401,25 @@ class Kernel:
         }
         return " ".join([self.name, *(f"{k}={v}" for k, v in {**dims, **plain}.items())])
 
+    @property
+    def templates(self) -> Templates:
+        """Those that it renders by."""
+        return _edited.get(self.name, _initial)
+
     def render(
-        self, dims: Values, values: Values, bound: Iterable[str], accumulate: Iterable[str]
+        self,
+        dims: Values,
+        values: Values,
+        bound: Iterable[str],
+        accumulate: Iterable[str],
+        templates: Templates | None = None,
     ) -> Rendered:
         """WGSL: generated constants and bindings, then the template's body.
 
         accumulate   the `adds` bindings that are added into; the others are overwritten
+        templates    by default those in use
 
-        Raises TemplateError naming the template's file and line.
+        Raises TemplateError naming the template's file, line and column.
         """
         bound, accumulate = set(bound), set(accumulate)
         vec4 = set(self.vec4(values)) & bound
@@ -323,28 +433,19 @@ class Kernel:
         def add(binding: str, index: str, value: str) -> str:
             return f"{binding}[{index}] {'+=' if binding in accumulate else '='} {value};"
 
-        try:
-            body = _jinja.get_template(f"{self.name}.wgsl").render(
-                **values, bound=bound, vec4=vec4, accumulate=accumulate, add=add
-            )
-        except jinja2.TemplateError as err:
-            raise TemplateError(f"{_where(err)}: {err}") from err
-        origins = [f"{self.name} (generated)"] * len(lines)
-        for line in body.splitlines():
-            marks = _MARK.findall(line)
-            code = _MARK.sub("", line).rstrip()
+        templates = templates or self.templates
+        origins: list[tuple[Span, ...]] = [
+            (Span(1, f"{self.name} (generated)", i, 1, False),) for i in range(1, len(lines) + 1)
+        ]
+        given = {"bound": bound, "vec4": vec4, "accumulate": accumulate, "add": add}
+        for line in templates.render(f"{self.name}.wgsl", {**values, **given}).split("\n"):
+            code, spans = _unmark(line)
             if code:
                 lines.append(code)
-                origins.append(marks[-1] if marks else f"{self.name}.wgsl")
+                origins.append(spans or (origins[-1][-1]._replace(start=1, value=True),))
+                if re.match(r"[^/]*@(binding|group)\b", code):
+                    raise TemplateError(
+                        f"{Rendered(code, tuple(origins[-1:])).place(1)}: declares a binding: those of "
+                        f"{self.name} are generated from its declaration in wgsl_train/ops"
+                    )
         return Rendered("\n".join(lines) + "\n", tuple(origins))
-
-
-def _where(err: jinja2.TemplateError) -> str:
-    """File and line in shaders/ that a template error comes from."""
-    if isinstance(err, jinja2.TemplateSyntaxError):
-        return f"shaders/{err.name or ''}:{err.lineno}"
-    frames = [f for f in traceback.extract_tb(err.__traceback__) if f.filename.endswith(".wgsl")]
-    if not frames:
-        return str(SHADER_DIR)
-    path = Path(frames[-1].filename)
-    return f"shaders/{path.relative_to(SHADER_DIR)}:{frames[-1].lineno}"

@@ -21,6 +21,7 @@ from .kernel import (
     Kernel,
     Rendered,
     Target,
+    Templates,
     Tensor,
     ceil_div,
     round_up,
@@ -255,9 +256,11 @@ class Dispatch:
     accumulate: frozenset[str]
     grid: Grid
 
-    def render(self) -> Rendered:
+    def render(self, templates: Templates | None = None) -> Rendered:
+        """Its source, by other templates than those in use if any are given."""
         return _render(
             self.kernel,
+            templates or self.kernel.templates,
             tuple(self.dims.items()),
             tuple(self.values.items()),
             tuple(self.tensors),
@@ -302,12 +305,13 @@ class Dispatch:
 @functools.lru_cache(maxsize=4096)
 def _render(
     kernel: Kernel,
+    templates: Templates,
     dims: tuple[tuple[str, int], ...],
     values: tuple[tuple[str, Any], ...],
     bound: tuple[str, ...],
     accumulate: frozenset[str],
 ) -> Rendered:
-    return kernel.render(dict(dims), dict(values), bound, accumulate)
+    return kernel.render(dict(dims), dict(values), bound, accumulate, templates)
 
 
 class Plan:
