@@ -75,70 +75,113 @@ def scan_backward(dy, u, delta, A, B, C, D, states, zoh):
     return du, ddelta, dA, dB, dC, (dy * u).sum((0, 1))
 
 
+class Weights(dict):
+    """Weights by name in float64, and `grads`, into which backward passes add."""
+
+    def __init__(self, weights):
+        super().__init__({k: np.asarray(v, np.float64) for k, v in weights.items()})
+        self.grads = {k: np.zeros_like(v) for k, v in self.items()}
+
+    def linear(self, x, name):
+        """x Wᵀ + bias, and its backward."""
+        weight = name + ".weight" if name + ".weight" in self else name
+        out = x @ self[weight].T + self.get(name + ".bias", 0.0)
+
+        def backward(dout):
+            self.grads[weight] += np.einsum("blo,bli->oi", dout, x)
+            if name + ".bias" in self:
+                self.grads[name + ".bias"] += dout.sum((0, 1))
+            return dout @ self[weight]
+
+        return out, backward
+
+    def rms_norm(self, x, name, eps):
+        """RMSNorm by the weight `name`, and its backward."""
+        out, inv = rms_norm(x, self[name], eps)
+
+        def backward(dout):
+            dx, dw = rms_norm_backward(dout, x, self[name], inv)
+            self.grads[name] += dw
+            return dx
+
+        return out, backward
+
+
+def mamba(c, w, p, n):
+    """The Mamba-1 mixer on n = norm(h), with weights under the prefix p; and its backward."""
+    zoh, inner, N, K, R = c.discretization == "zoh", c.d_inner, c.d_state, c.d_conv, c.dt_rank
+    batch, seqlen, _ = n.shape
+    m = p + "mixer."
+    xz, in_proj_backward = w.linear(n, m + "in_proj")
+    x, z = xz[..., :inner], xz[..., inner:]
+    padded = np.concatenate([np.zeros((batch, K - 1, inner)), x], 1)
+    conv = w[m + "conv1d.weight"][:, 0]
+    pre = sum(padded[:, k : k + seqlen] * conv[:, k] for k in range(K))
+    pre = pre + w.get(m + "conv1d.bias", 0.0)
+    u = pre * sigmoid(pre)
+    x_dbl, x_proj_backward = w.linear(u, m + "x_proj")
+    dt, B, C = np.split(x_dbl, [R, R + N], -1)
+    full, dt_proj_backward = w.linear(dt, m + "dt_proj")
+    delta = softplus(full)
+    A_log, D = w[m + "A_log"], w[m + "D"]
+    A = -np.exp(np.clip(A_log, *c.a_log_clamp) if c.a_log_clamp else A_log)
+    y, states = scan(u, delta, A, B, C, D, zoh)
+    gate = z * sigmoid(z)
+    out, out_proj_backward = w.linear(y * gate, m + "out_proj")
+
+    def backward(dout):
+        g = w.grads
+        dgated = out_proj_backward(dout)
+        s = sigmoid(z)
+        dz = dgated * y * s * (1 + z * (1 - s))
+        du, ddelta, dA, dB, dC, dD = scan_backward(dgated * gate, u, delta, A, B, C, D, states, zoh)
+        g[m + "D"] += dD
+        dA_log = dA * A
+        if c.a_log_clamp:
+            low, high = c.a_log_clamp
+            dA_log *= (A_log > low) & (A_log < high)
+        g[m + "A_log"] += dA_log
+        ddt = dt_proj_backward(ddelta * sigmoid(full))
+        du += x_proj_backward(np.concatenate([ddt, dB, dC], -1))
+        sp = sigmoid(pre)
+        dpre = du * sp * (1 + pre * (1 - sp))
+        dpadded = np.zeros_like(padded)
+        for k in range(K):
+            g[m + "conv1d.weight"][:, 0, k] += (dpre * padded[:, k : k + seqlen]).sum((0, 1))
+            dpadded[:, k : k + seqlen] += dpre * conv[:, k]
+        if m + "conv1d.bias" in w:
+            g[m + "conv1d.bias"] += dpre.sum((0, 1))
+        return in_proj_backward(np.concatenate([dpadded[:, K - 1 :], dz], -1))
+
+    return out, backward
+
+
+MIXERS = {"mamba": mamba}  # by layer type
+
+
 def loss_and_grads(config, weights, tokens, targets):
     """(loss, {name: gradient}, logits) in float64; targets of -100 are ignored."""
-    c = config
-    w = {k: np.asarray(v, np.float64) for k, v in weights.items()}
-    zoh = c.discretization == "zoh"
-    E = w["backbone.embeddings.weight"]
-    inner, N, K = c.d_inner, c.d_state, c.d_conv
-    R = w["backbone.layers.0.mixer.dt_proj.weight"].shape[1]
-    batch, seqlen = tokens.shape
-    g = {k: np.zeros_like(v) for k, v in w.items()}
-    h, saved = E[tokens], []
+    w, tape = Weights(weights), []
+    embeddings = "backbone.embeddings.weight"
 
-    def bias(name):
-        return w.get(name, 0.0)
+    def residual(h, norm, mixer):
+        n, norm_backward = w.rms_norm(h, norm, config.norm_eps)
+        out, backward = mixer(n)
+        tape.append(lambda dh: dh + norm_backward(backward(dh)))
+        return h + out
 
-    for i in range(c.n_layer):
-        p = f"backbone.layers.{i}."
-        m = p + "mixer."
-        n, inv = rms_norm(h, w[p + "norm.weight"], c.norm_eps)
-        xz = n @ w[m + "in_proj.weight"].T + bias(m + "in_proj.bias")
-        x, z = xz[..., :inner], xz[..., inner:]
-        padded = np.concatenate([np.zeros((batch, K - 1, inner)), x], 1)
-        conv = w[m + "conv1d.weight"][:, 0]
-        pre = sum(padded[:, k : k + seqlen] * conv[:, k] for k in range(K)) + bias(
-            m + "conv1d.bias"
+    h = w[embeddings][tokens]
+    for layer in config.schedule:
+        p = f"backbone.layers.{layer.owner}."
+        h = residual(
+            h,
+            p + "norm.weight",
+            lambda n, p=p, layer=layer: MIXERS[layer.type](layer.config, w, p, n),
         )
-        u = pre * sigmoid(pre)
-        x_dbl = u @ w[m + "x_proj.weight"].T + bias(m + "x_proj.bias")
-        dt, B, C = np.split(x_dbl, [R, R + N], -1)
-        full = dt @ w[m + "dt_proj.weight"].T + w[m + "dt_proj.bias"]
-        delta = softplus(full)
-        A_log = w[m + "A_log"]
-        A = -np.exp(np.clip(A_log, *c.a_log_clamp) if c.a_log_clamp else A_log)
-        y, states = scan(u, delta, A, B, C, w[m + "D"], zoh)
-        gate = z * sigmoid(z)
-        gated = y * gate
-        out = gated @ w[m + "out_proj.weight"].T + bias(m + "out_proj.bias")
-        saved.append(
-            (
-                h,
-                n,
-                inv,
-                x,
-                z,
-                padded,
-                pre,
-                u,
-                x_dbl,
-                dt,
-                B,
-                C,
-                full,
-                delta,
-                A,
-                y,
-                states,
-                gate,
-                gated,
-            )
-        )
-        h = h + out
-    nf, inv_f = rms_norm(h, w["backbone.norm_f.weight"], c.norm_eps)
-    head = "backbone.embeddings.weight" if c.tie_embeddings else "lm_head.weight"
-    logits = nf @ w[head].T + bias("lm_head.bias")
+    nf, norm_f_backward = w.rms_norm(h, "backbone.norm_f.weight", config.norm_eps)
+    head = "backbone.embeddings.weight" if config.tie_embeddings else "lm_head.weight"
+    logits, head_backward = w.linear(nf, head)
+    logits = logits + w.get("lm_head.bias", 0.0)
     counted = targets != -100
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -151,50 +194,10 @@ def loss_and_grads(config, weights, tokens, targets):
         dlogits, safe[..., None], np.take_along_axis(dlogits, safe[..., None], -1) - 1, -1
     )
     dlogits *= counted[..., None] / count
-
-    def linear_backward(dout, x, name):
-        weight = name + ".weight" if name + ".weight" in w else name
-        g[weight] += np.einsum("blo,bli->oi", dout, x)
-        if name + ".bias" in w:
-            g[name + ".bias"] += dout.sum((0, 1))
-        return dout @ w[weight]
-
-    dnf = linear_backward(dlogits, nf, head)
     if "lm_head.bias" in w:
-        g["lm_head.bias"] = dlogits.sum((0, 1))
-    dh, g["backbone.norm_f.weight"] = rms_norm_backward(dnf, h, w["backbone.norm_f.weight"], inv_f)
-    for i in reversed(range(c.n_layer)):
-        p = f"backbone.layers.{i}."
-        m = p + "mixer."
-        h, n, inv, x, z, padded, pre, u, x_dbl, dt, B, C, full, delta, A, y, states, gate, gated = (
-            saved[i]
-        )
-        dgated = linear_backward(dh, gated, m + "out_proj")
-        s = sigmoid(z)
-        dz = dgated * y * s * (1 + z * (1 - s))
-        du, ddelta, dA, dB, dC, g[m + "D"] = scan_backward(
-            dgated * gate, u, delta, A, B, C, w[m + "D"], states, zoh
-        )
-        A_log = w[m + "A_log"]
-        g[m + "A_log"] = dA * A
-        if c.a_log_clamp:
-            low, high = c.a_log_clamp
-            g[m + "A_log"] *= (A_log > low) & (A_log < high)
-        dfull = ddelta * sigmoid(full)
-        ddt = linear_backward(dfull, dt, m + "dt_proj")
-        du += linear_backward(np.concatenate([ddt, dB, dC], -1), u, m + "x_proj")
-        sp = sigmoid(pre)
-        dpre = du * sp * (1 + pre * (1 - sp))
-        conv = w[m + "conv1d.weight"][:, 0]
-        dpadded = np.zeros_like(padded)
-        for k in range(K):
-            g[m + "conv1d.weight"][:, 0, k] = (dpre * padded[:, k : k + seqlen]).sum((0, 1))
-            dpadded[:, k : k + seqlen] += dpre * conv[:, k]
-        if m + "conv1d.bias" in w:
-            g[m + "conv1d.bias"] = dpre.sum((0, 1))
-        dxz = np.concatenate([dpadded[:, K - 1 :], dz], -1)
-        dn = linear_backward(dxz, n, m + "in_proj")
-        dx, g[p + "norm.weight"] = rms_norm_backward(dn, h, w[p + "norm.weight"], inv)
-        dh = dh + dx
-    np.add.at(g["backbone.embeddings.weight"], tokens, dh)
-    return loss, g, logits
+        w.grads["lm_head.bias"] += dlogits.sum((0, 1))
+    dh = norm_f_backward(head_backward(dlogits))
+    for backward in reversed(tape):
+        dh = backward(dh)
+    np.add.at(w.grads[embeddings], tokens, dh)
+    return loss, w.grads, logits

@@ -17,7 +17,7 @@ from wgsl_train.errors import CheckpointError, ConfigError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
 from wgsl_train.models import lora
-from wgsl_train.models.mamba import parameters
+from wgsl_train.models.language_model import parameters
 from wgsl_train.plan import Layout
 
 CONFIG = MambaConfig(vocab_size=23, d_model=8, n_layer=2, d_state=4, d_conv=3, dt_rank=2)

@@ -20,10 +20,10 @@ def lively(config, seed=0):
     """Weights at which every path carries gradient: uniform in +-0.3, A and D as initialised."""
     rng = np.random.default_rng(seed)
     weights = {}
-    for spec in wt.models.mamba.parameters(config):
+    for spec in wt.models.language_model.parameters(config):
         weights[spec.name] = rng.uniform(-0.3, 0.3, spec.shape)
         if spec.name.endswith("A_log"):
-            weights[spec.name] = np.log(np.arange(1, config.d_state + 1)) + rng.uniform(
+            weights[spec.name] = np.log(np.arange(1, spec.shape[1] + 1)) + rng.uniform(
                 -0.3, 0.3, spec.shape
             )
         if spec.name.endswith((".D", "norm.weight", "norm_f.weight")):

@@ -11,7 +11,7 @@ from wgsl_train.config import WRITE_THROUGH, MambaConfig, TrainConfig
 from wgsl_train.errors import ConfigError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
-from wgsl_train.models.mamba import parameters
+from wgsl_train.models.language_model import parameters
 from wgsl_train.plan import Layout, ParamSpec
 
 # The sizes of test_train, so that pipelines are shared, but with a layer below another

@@ -9,7 +9,7 @@ from wgsl_train.config import MambaConfig
 from wgsl_train.errors import DeviceError, ShapeError, TemplateError
 from wgsl_train.kernel import KERNELS, PORTABLE, Kernel, Target, Templates, Tensor
 from wgsl_train.model import plan_step
-from wgsl_train.models import mamba
+from wgsl_train.models import language_model
 from wgsl_train.plan import BLOCK, Layout, Memory, ParamSpec, Plan
 
 MIB = 1 << 20
@@ -152,7 +152,7 @@ def test_a_frozen_parameter_has_no_gradient():
 
 def test_a_model_of_1_4_billion_parameters_is_planned_and_refused_by_its_bytes():
     config = MambaConfig(vocab_size=50280, d_model=2048, n_layer=48)
-    layout = Layout(mamba.parameters(config), BIG)
+    layout = Layout(language_model.parameters(config), BIG)
     assert 1.36e9 < layout.n_params < 1.38e9
     plan = plan_step(config, layout, BIG, 1, 256, update=True).plan
     memory = plan.memory()
@@ -166,7 +166,7 @@ def test_a_model_of_1_4_billion_parameters_is_planned_and_refused_by_its_bytes()
 def test_dispatches_stay_few():
     config = MambaConfig(vocab_size=256, d_model=128, n_layer=4)
     for target in (PORTABLE, BIG, replace(PORTABLE, kind="cpu")):
-        layout = Layout(mamba.parameters(config), target)
+        layout = Layout(language_model.parameters(config), target)
         plan = plan_step(config, layout, target, 8, 256, update=True).plan
         assert len(plan.dispatches) <= 25 * config.n_layer + 20, str(plan)
 
@@ -174,7 +174,7 @@ def test_dispatches_stay_few():
 def test_states_saved_for_backward_stay_below_a_sixteenth():
     """No B*L*D*N term: at batch 2, seqlen 1024, d_inner 512, d_state 16."""
     config = MambaConfig(vocab_size=64, d_model=256, n_layer=1)
-    plan = plan_step(config, Layout(mamba.parameters(config)), PORTABLE, 2, 1024).plan
+    plan = plan_step(config, Layout(language_model.parameters(config)), PORTABLE, 2, 1024).plan
     written = {t.root for d in plan.sections["forward"] for _, t in d.bound("writes")}
     read = {t.root for d in plan.sections["backward"] for _, t in d.bound("reads")}
     saved = [t for t in written & read if "chunk_states" in t.name]
@@ -185,7 +185,7 @@ def test_states_saved_for_backward_stay_below_a_sixteenth():
 
 def test_activation_checkpointing_plans_less_memory():
     config = MambaConfig(vocab_size=64, d_model=64, n_layer=8)
-    layout = Layout(mamba.parameters(config))
+    layout = Layout(language_model.parameters(config))
     whole, replayed = (
         plan_step(config, layout, PORTABLE, 1, 2048, activation_checkpointing=on).plan.memory()
         for on in (False, True)
@@ -195,7 +195,9 @@ def test_activation_checkpointing_plans_less_memory():
 
 def test_a_plan_prints_one_line_a_dispatch():
     config = MambaConfig(vocab_size=64, d_model=16, n_layer=1)
-    plan = plan_step(config, Layout(mamba.parameters(config)), PORTABLE, 1, 8, update=True).plan
+    plan = plan_step(
+        config, Layout(language_model.parameters(config)), PORTABLE, 1, 8, update=True
+    ).plan
     lines = str(plan).splitlines()
     assert len(lines) == len(plan.dispatches) + 3
     assert "linear_forward" in str(plan)

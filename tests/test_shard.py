@@ -11,7 +11,7 @@ from wgsl_train.device import with_target
 from wgsl_train.errors import CheckpointError, ConfigError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
-from wgsl_train.models.mamba import parameters
+from wgsl_train.models.language_model import parameters
 from wgsl_train.plan import BLOCK, Layout
 
 

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 from wgsl_train import MambaConfig, cli
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
-from wgsl_train.models.mamba import parameters
+from wgsl_train.models.language_model import parameters
 from wgsl_train.plan import Layout
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -119,7 +119,7 @@ def how_it_works() -> str:
     """The page docs/how-it-works.md with today's plan in it."""
     text = (DOCS / "how-it-works.md").read_text("utf-8")
     block = f"<!-- plan -->\n```text\n{plan_excerpt()}\n```\n"
-    return re.sub(r"<!-- plan -->\n```text\n.*?\n```\n", lambda _: block, text, flags=re.S)
+    return re.sub(r"<!-- plan -->\n```text\n.*?```\n", lambda _: block, text, flags=re.S)
 
 
 def main() -> int:

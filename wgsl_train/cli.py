@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from datetime import timedelta
@@ -39,8 +40,8 @@ from .errors import ConfigError, DataError, DeviceError, WgslTrainError
 from .kernel import Target
 from .model import Model, StepPlan, find_checkpoint, plan_step
 from .models import lora
+from .models.language_model import parameters
 from .models.lora import Lora
-from .models.mamba import parameters
 from .plan import Layout, Memory
 from .plot import plot
 from .train import Trainer, compare, evaluate, saved_config
@@ -59,7 +60,7 @@ app = typer.Typer(
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, stderr=True)
 
-# Sizes of the model that `train` makes where neither flag nor file says
+# Sizes of the model that `train` makes where neither flag nor file says; layers say how many
 DEFAULT_MODEL = {"d_model": 128, "n_layer": 4}
 DEFAULT_EPOCHS = 1
 
@@ -124,6 +125,7 @@ def _field_help(cls: type) -> dict[str, str]:
 
 _HELP_ENDS = {  # where a default is no plain value, or the option takes more than the field
     "vocab_size": "[default: the tokenizer's]",
+    "layers": "As in mamba*3,mamba:d_state=8; see docs/features.md.",
     "epochs": f"[default: {DEFAULT_EPOCHS}, without --steps]",
     "memory_budget": "A unit may follow, as in 8GiB.",
     "train": "May be given again.",
@@ -374,10 +376,16 @@ def _model_config(
 ) -> MambaConfig:
     """Of the source, where there is one, which the given sizes must not contradict."""
     if source is None:
-        return MambaConfig.from_dict({"vocab_size": tokenizer.vocab_size, **DEFAULT_MODEL, **sizes})
+        made = {"vocab_size": tokenizer.vocab_size, **DEFAULT_MODEL, **sizes}
+        if "layers" in sizes and "n_layer" not in sizes:
+            del made["n_layer"]
+        return MambaConfig.from_dict(made)
     found = MambaConfig.from_hugging_face(checkpoint.read_json(source / checkpoint.CONFIG))
     for name, value in sizes.items():
-        wanted = MambaConfig.from_dict({**found.to_dict(), name: value})
+        others = found.to_dict()
+        if name == "n_layer":
+            del others["layers"]
+        wanted = MambaConfig.from_dict({**others, name: value})
         if getattr(wanted, name) != getattr(found, name):
             raise ConfigError(f"{name} is {value!r}, but {source} has {getattr(found, name)!r}")
     return found
@@ -428,9 +436,12 @@ def _description(
     data: Dataset,
     held_out: Dataset | None,
 ) -> Iterator[str]:
+    types = Counter(layer.type for layer in model.schedule)
+    kinds = ", ".join(f"{n} {kind}" for kind, n in types.items())
+    layers = "layers" if len(types) == 1 else f"layers ({kinds})"
     yield (
         f"model      {layout.n_params:,} parameters: d_model {model.d_model}, {model.n_layer} "
-        f"layers, vocabulary {model.vocab_size}, {model.discretization}"
+        f"{layers}, vocabulary {model.vocab_size}, {model.discretization}"
     )
     yield "precision  f32"
     steps = config.total_steps(data.n_batches(config.batch_size, config.seq_len))

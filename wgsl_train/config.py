@@ -9,7 +9,8 @@ Face's MambaConfig after the slash where they differ.
     vocab_size      number of distinct tokens                       official: vocab_size
     d_model         width of the residual stream                    (`D` in [1] Algorithm 2)
                     official: d_model / hidden_size
-    n_layer         number of Mamba blocks                          official: n_layer / num_hidden_layers
+    n_layer         number of layers                                official: n_layer / num_hidden_layers
+    layers          the schedule: the type of each layer, in order
     expand          expansion factor                                (`E` in [1] Section 3.4)
     d_inner         expand * d_model: channels of conv and scan     official: d_inner / intermediate_size
     d_state         state size of each channel                      (`N` in [1] Algorithm 2)
@@ -42,13 +43,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import json
 import math
 import numbers
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -58,6 +60,22 @@ WRITE_THROUGH = {"train": ("*.x_proj.*",), "max_delta": 0.05}
 LORA_TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 NO_DECAY = ("*A_log", "*.D", "*norm*.weight", "*.bias")
 VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers cannot express
+HYBRID = "wgsl_train_hybrid"  # and of those whose layers are not all plain Mamba
+
+# The table of layer types. Each is the module of its name in models/; listed are the fields of
+# MambaConfig that an entry of a schedule may set for its layer alone.
+LAYER_TYPES: dict[str, tuple[str, ...]] = {
+    "mamba": (
+        "d_state",
+        "d_conv",
+        "expand",
+        "dt_rank",
+        "discretization",
+        "use_conv_bias",
+        "use_bias",
+        "x_proj_bias",
+    ),
+}
 
 
 def _rule(
@@ -171,6 +189,37 @@ def check_keys(given: Iterable[str], valid: Iterable[str], where: str) -> None:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A layer of a model.
+
+    type     what it is: a key of LAYER_TYPES
+    config   the model's, with this layer's own options
+    owner    number of the layer whose parameters it uses: its own, unless they are shared
+    """
+
+    type: str
+    config: MambaConfig
+    owner: int
+
+
+def _entries(layers: Iterable[str]) -> Iterator[str]:
+    """The entries of a schedule, one a layer: of "mamba*2,attention" mamba, mamba, attention."""
+    for text in ",".join(layers).split(","):
+        entry, star, count = (part.strip() for part in text.partition("*"))
+        if star and not re.fullmatch("[1-9][0-9]{0,3}", count):
+            raise ConfigError(f"MambaConfig.layers: {text!r}: a number from 1 must follow *")
+        yield from [entry] * int(count or 1)
+
+
+def _value(text: str) -> Any:
+    """An option's value in an entry: a number or a truth value as JSON has them, or a word."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
 class MambaConfig(_Checked):
     """A Mamba language model: its sizes, its variant, and how it is initialised.
 
@@ -179,7 +228,9 @@ class MambaConfig(_Checked):
 
     vocab_size               number of distinct tokens
     d_model                  width of the residual stream
-    n_layer                  number of Mamba blocks
+    n_layer                  number of layers; by default as many as layers has
+    layers                   types of the layers, in order; they repeat where n_layer is larger;
+                             by default all are "mamba"
     d_state                  state size of each channel
     d_conv                   taps of the causal convolution
     expand                   channels of convolution and scan, in units of d_model
@@ -211,7 +262,8 @@ class MambaConfig(_Checked):
 
     vocab_size: int = _rule(MISSING, 1, 1 << 20)
     d_model: int = _rule(MISSING, 1, 1 << 16)
-    n_layer: int = _rule(MISSING, 1, 4096)
+    n_layer: int = _rule("auto", 1, 4096)
+    layers: tuple[str, ...] = ()
     d_state: int = _rule(16, 1, 1024)
     d_conv: int = _rule(4, 1, 1024)
     expand: int = _rule(2, 1, 64)
@@ -243,7 +295,18 @@ class MambaConfig(_Checked):
     pad_token_id: int | None = _rule(None, 0, (1 << 31) - 1)
 
     def __post_init__(self) -> None:
+        if isinstance(self.layers, str):
+            object.__setattr__(self, "layers", (self.layers,))
         super().__post_init__()
+        pattern = tuple(_entries(self.layers)) if self.layers else ("mamba",)
+        if self.n_layer == "auto":  # type: ignore[comparison-overlap]
+            if not self.layers:
+                raise ConfigError("MambaConfig needs n_layer, or layers")
+            object.__setattr__(self, "n_layer", len(pattern))
+        if self.n_layer % len(pattern):
+            allowed = f"multiples of {len(pattern)}, the number of layers that layers has"
+            self._refuse("n_layer", self.n_layer, allowed)
+        object.__setattr__(self, "layers", pattern * (self.n_layer // len(pattern)))
         if self.dt_rank == "auto":  # type: ignore[comparison-overlap]
             object.__setattr__(self, "dt_rank", -(-self.d_model // 16))
         if self.time_step_min > self.time_step_max:
@@ -256,6 +319,54 @@ class MambaConfig(_Checked):
                 self.pad_vocab_size_multiple,
                 f"one that leaves the padded vocabulary at {1 << 20} or less",
             )
+        if set(self.layers) != {"mamba"}:
+            _ = self.schedule  # which checks them
+
+    @functools.cached_property
+    def schedule(self) -> tuple[Layer, ...]:
+        """Every layer, in order. Raises ConfigError at an entry that is none."""
+        read = {entry: self._read_entry(entry) for entry in dict.fromkeys(self.layers)}
+        owners: dict[str, int] = {}
+        made = []
+        for i, entry in enumerate(self.layers):
+            kind, config, tag = read[entry]
+            owner = owners.setdefault(tag, i) if tag else i
+            if self.layers[owner] != entry:
+                raise ConfigError(
+                    f"MambaConfig.layers: {self.layers[owner]!r} and {entry!r} cannot share "
+                    "parameters: they differ"
+                )
+            made.append(Layer(kind, config, owner))
+        return tuple(made)
+
+    def _read_entry(self, entry: str) -> tuple[str, MambaConfig, str]:
+        """Type, configuration and name of what is shared, of an entry such as
+        "mamba:d_state=8:share=a"."""
+        kind, *texts = (text.strip() for text in entry.split(":"))
+        where = f"MambaConfig.layers: {entry!r}"
+        if kind not in LAYER_TYPES:
+            near = difflib.get_close_matches(kind, LAYER_TYPES, 1, 0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            known = ", ".join(LAYER_TYPES)
+            raise ConfigError(f"{where}: no layer is of type {kind!r}; {hint}known: {known}")
+        options = {}
+        for text in texts:
+            name, equals, value = (part.strip() for part in text.partition("="))
+            if not (equals and name and value):
+                raise ConfigError(f"{where}: {text!r} is no option=value")
+            options[name] = value
+        check_keys(options, [*LAYER_TYPES[kind], "share"], where)
+        tag = options.pop("share", "")
+        values = {name: _value(text) for name, text in options.items()}
+        try:
+            return kind, replace(self, layers=(), **values), tag
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    @property
+    def plain(self) -> bool:
+        """Whether all layers are of one type, with no options of their own."""
+        return len(set(self.layers)) == 1 and self.layers[0] in LAYER_TYPES
 
     @property
     def d_inner(self) -> int:
@@ -300,8 +411,15 @@ class MambaConfig(_Checked):
 
         What transformers has no key for stands under "wgsl_train". Where that would change the
         logits, model_type and hidden_act are ones that transformers does not know, so that it
-        refuses the model rather than computing another one.
+        refuses the model rather than computing another one. Hybrids, which it cannot express at
+        all, have all fields under this package's names.
         """
+        if not self.plain:
+            refused = {"architectures": [], "hidden_act": f"silu in {HYBRID}"}
+            values = self.to_dict()
+            low, high = values["time_step_limit"]
+            values["time_step_limit"] = [low, None if high == math.inf else high]  # JSON has none
+            return {"model_type": HYBRID, **refused, **values}
         inexpressible = {
             name: getattr(self, name)
             for name, plain in _CHANGES_LOGITS.items()
@@ -336,8 +454,8 @@ class MambaConfig(_Checked):
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """A configuration from the contents of a config.json, in any of three dialects:
-        Hugging Face's, mamba_ssm's, and this package's own (`to_json`).
+        """A configuration from the contents of a config.json, in any of these dialects: Hugging
+        Face's, mamba_ssm's, and this package's own, of `to_json` and of hybrids.
 
         Raises ConfigError naming the key where one is missing, or asks for another model.
         """
@@ -346,6 +464,8 @@ class MambaConfig(_Checked):
         kind = config.get("model_type")
         if kind == "wgsl_train":
             return cls.from_dict({k: v for k, v in config.items() if k != "model_type"})
+        if kind == HYBRID:
+            return cls._from_hybrid(config)
         if kind not in (None, "mamba", VARIANT):
             raise ConfigError(f"config.json: model_type is {kind!r}; only 'mamba' is known")
         architectures = config.get("architectures") or []
@@ -359,6 +479,15 @@ class MambaConfig(_Checked):
         if kind is None and "hidden_size" not in config and "d_model" in config:
             return cls._from_mamba_ssm(config)
         return cls._from_transformers(config)
+
+    @classmethod
+    def _from_hybrid(cls, config: Mapping[str, Any]) -> Self:
+        no_fields = ("model_type", "architectures", "hidden_act")
+        values = {k: v for k, v in config.items() if k not in no_fields}
+        limit = values.get("time_step_limit")
+        if isinstance(limit, list) and limit[1:] == [None]:
+            values["time_step_limit"] = (limit[0], math.inf)
+        return cls.from_dict(values)
 
     @classmethod
     def _from_transformers(cls, config: Mapping[str, Any]) -> Self:

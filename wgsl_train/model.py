@@ -18,7 +18,7 @@ from .device import Device, request_device, with_target
 from .encoder import Buffers, Encoder
 from .errors import CheckpointError, ConfigError, DataError
 from .kernel import Tensor, Values
-from .models import lora, mamba
+from .models import language_model, lora
 from .models.initialization import initialize
 from .ops.cross_entropy import head_logits, language_model_loss
 from .ops.mean_pool import mean_pool
@@ -99,10 +99,10 @@ def plan_step(
     batch_scale = plan.persistent("batch_scale", (1,))
     loss = plan.persistent("loss", (1,))
     plan.clear_first.append(loss)
-    x = mamba.backbone(
+    x = language_model.backbone(
         plan, config, tokens, activation_checkpointing=activation_checkpointing and training
     )
-    weight, bias = mamba.head(config)
+    weight, bias = language_model.head(config)
     row_loss, row_rank = language_model_loss(plan, x, targets, batch_scale, loss, weight, bias)
     if row_rank:
         plan.keep += [row_loss, row_rank]
@@ -154,7 +154,7 @@ class Model:
         self.adapter: lora.Lora | None = None
         self.source: str | None = None  # where it was loaded from
         self._merged: _Merged | None = None
-        self._lay_out(mamba.parameters(config))
+        self._lay_out(language_model.parameters(config))
 
     def _lay_out(self, specs: Sequence[ParamSpec], shard: tuple[int, int] | None = None) -> None:
         """Place the parameters; whatever was compiled for other places is forgotten."""
@@ -222,7 +222,7 @@ class Model:
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all parameters but an adapter's."""
-        return {spec.name: spec.shape for spec in mamba.parameters(self.config)}
+        return {spec.name: spec.shape for spec in language_model.parameters(self.config)}
 
     def load_state_dict(self, state: Mapping[str, Array], where: str = "the state") -> None:
         """Replace all parameters but an adapter's. Nothing is written unless every name and shape fits.
@@ -322,7 +322,7 @@ class Model:
         low_rank = adapter.low_rank()
         before = {name: self._read(name) for name in low_rank}
         self.adapter = None
-        self._move(mamba.parameters(self.config))
+        self._move(language_model.parameters(self.config))
         for name, low in low_rank.items():
             product = added[low.b].astype(np.float64) @ added[low.a]
             self._write(name, (before[name] + low.scale * product).astype(np.float32))
@@ -410,7 +410,7 @@ class Model:
         if ids.shape not in self._embedders:
             plan = Plan(self.layout, self.device.target, training=False)
             given = plan.persistent(f"tokens.{ids.shape[0]}x{ids.shape[1]}", ids.shape, "u32")
-            pooled = mean_pool(plan, mamba.backbone(plan, self.config, given))
+            pooled = mean_pool(plan, language_model.backbone(plan, self.config, given))
             plan.keep.append(pooled)
             plan.prune()
             self._embedders[ids.shape] = Encoder(self.buffers, plan), given, pooled
@@ -482,8 +482,8 @@ class Model:
     def _forward(self, batch: int, seqlen: int) -> tuple[Encoder, Tensor, list[Tensor]]:
         plan = Plan(self.layout, self.device.target, training=False)
         ids = plan.persistent(f"tokens.{batch}x{seqlen}", (batch, seqlen), "u32")
-        x = mamba.backbone(plan, self.config, ids)
-        out = head_logits(plan, x, *mamba.head(self.config))
+        x = language_model.backbone(plan, self.config, ids)
+        out = head_logits(plan, x, *language_model.head(self.config))
         plan.prune()
         return Encoder(self.buffers, plan), ids, out
 
@@ -494,11 +494,11 @@ class Model:
         if (batch, seqlen) not in self._decoders:
             plan = Plan(self.layout, self.device.target, training=False)
             ids = plan.persistent(f"tokens.{batch}x{seqlen}", (batch, seqlen), "u32")
-            state = mamba.carried_state(plan, self.config, batch)
-            x = mamba.backbone(plan, self.config, ids, state)
+            state = language_model.carried_state(plan, self.config, batch)
+            x = language_model.backbone(plan, self.config, ids, state)
             logits = None
             if seqlen == 1:
-                (logits,) = head_logits(plan, x, *mamba.head(self.config))
+                (logits,) = head_logits(plan, x, *language_model.head(self.config))
             plan.prune()
             self._decoders[batch, seqlen] = Encoder(self.buffers, plan), ids, logits
         return self._decoders[batch, seqlen]

@@ -14,7 +14,7 @@ from .encoder import Buffers, Encoder
 from .errors import DeviceError, KernelCompileError, ShapeError
 from .kernel import Tensor, Values
 from .model import plan_step
-from .models.mamba import parameters
+from .models.language_model import parameters
 from .plan import Dispatch, Layout, Plan
 from .profile import warm_up
 

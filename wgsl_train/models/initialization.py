@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..config import MambaConfig
-from .mamba import parameters
+from .language_model import parameters
 
 Array = np.ndarray[Any, Any]
 
@@ -28,9 +28,9 @@ def initialize(config: MambaConfig, seed: int) -> Iterator[tuple[str, Array]]:
         yield spec.name, draw(config, spec.name, spec.shape, rng).astype(np.float32)
 
 
-def _common(config: MambaConfig, name: str, shape: tuple[int, ...]) -> Array | None:
+def _common(name: str, shape: tuple[int, ...]) -> Array | None:
     if name.endswith(".A_log"):
-        return np.broadcast_to(np.log(np.arange(1, config.d_state + 1)), shape)
+        return np.broadcast_to(np.log(np.arange(1, shape[1] + 1)), shape)
     if name.endswith((".D", "norm.weight", "norm_f.weight")):
         return np.ones(shape)
     return None
@@ -40,7 +40,7 @@ def _official(
     config: MambaConfig, name: str, shape: tuple[int, ...], rng: np.random.Generator
 ) -> Array:
     c = config
-    if (fixed := _common(c, name, shape)) is not None:
+    if (fixed := _common(name, shape)) is not None:
         return fixed
     if name.endswith("dt_proj.bias"):
         low, high = math.log(c.time_step_min), math.log(c.time_step_max)
@@ -51,7 +51,7 @@ def _official(
     if name.endswith(("embeddings.weight", "lm_head.weight")):
         return rng.normal(0, c.initializer_range, shape)
     if name.endswith("dt_proj.weight"):
-        bound = c.dt_rank**-0.5 * c.time_step_scale
+        bound = shape[1] ** -0.5 * c.time_step_scale
         return rng.uniform(-bound, bound, shape)
     bound = math.prod(shape[1:]) ** -0.5
     weight = rng.uniform(-bound, bound, shape)
@@ -63,7 +63,7 @@ def _official(
 def _memory_engine(
     config: MambaConfig, name: str, shape: tuple[int, ...], rng: np.random.Generator
 ) -> Array:
-    if (fixed := _common(config, name, shape)) is not None:
+    if (fixed := _common(name, shape)) is not None:
         return fixed
     if name.endswith(".bias"):
         return np.zeros(shape)

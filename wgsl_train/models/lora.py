@@ -19,7 +19,7 @@ from .. import checkpoint
 from ..config import LORA_TARGETS, MambaConfig, TrainConfig
 from ..errors import CheckpointError
 from ..plan import LowRank, ParamSpec
-from .mamba import parameters
+from .language_model import parameters
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -1,72 +1,52 @@
-"""Mamba-1 language model (Gu & Dao 2023): parameters, and the forward pass as it is planned.
+"""The Mamba-1 layer (Gu & Dao 2023): parameters, and the forward pass as it is planned.
 
 Names of parameters are Hugging Face's `MambaForCausalLM`. See config.py for the glossary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import MambaConfig
 from ..kernel import Tensor, ceil_div
 from ..ops.conv1d import conv1d_silu
-from ..ops.embedding import embedding
 from ..ops.linear import Columns, linear
 from ..ops.rms_norm import rms_norm
 from ..ops.selective_scan import selective_scan
-from ..ops.sum_partials import sum_partials
 from ..plan import ParamSpec, Plan
 
-EMBEDDING = "backbone.embeddings.weight"
 
-
-def parameters(config: MambaConfig) -> list[ParamSpec]:
-    """Every parameter, in checkpoint order. No decay on A_log, D, norm weights and biases."""
-    c = config
-    vocab_size, inner = c.padded_vocab_size, c.d_inner
-    specs = [ParamSpec(EMBEDDING, (vocab_size, c.d_model))]
-    for i in range(c.n_layer):
-        layer, mixer = f"backbone.layers.{i}", f"backbone.layers.{i}.mixer"
-        specs += [
-            ParamSpec(f"{layer}.norm.weight", (c.d_model,), decay=False),
-            ParamSpec(f"{mixer}.in_proj.weight", (2 * inner, c.d_model)),
-            ParamSpec(f"{mixer}.conv1d.weight", (inner, 1, c.d_conv)),
-            ParamSpec(f"{mixer}.x_proj.weight", (c.dt_rank + 2 * c.d_state, inner)),
-            ParamSpec(f"{mixer}.dt_proj.weight", (inner, c.dt_rank)),
-            ParamSpec(f"{mixer}.dt_proj.bias", (inner,), decay=False),
-            ParamSpec(f"{mixer}.A_log", (inner, c.d_state), decay=False),
-            ParamSpec(f"{mixer}.D", (inner,), decay=False),
-            ParamSpec(f"{mixer}.out_proj.weight", (c.d_model, inner)),
-        ]
-        biases = {
-            "in_proj": (c.use_bias, 2 * inner),
-            "conv1d": (c.use_conv_bias, inner),
-            "x_proj": (c.x_proj_bias, c.dt_rank + 2 * c.d_state),
-            "out_proj": (c.use_bias, c.d_model),
-        }
-        specs += [
-            ParamSpec(f"{mixer}.{name}.bias", (size,), decay=False)
-            for name, (used, size) in biases.items()
-            if used
-        ]
-    specs.append(ParamSpec("backbone.norm_f.weight", (c.d_model,), decay=False))
-    if not c.tie_embeddings:
-        specs.append(ParamSpec("lm_head.weight", (vocab_size, c.d_model)))
-    if c.lm_head_bias:
-        specs.append(ParamSpec("lm_head.bias", (vocab_size,), decay=False))
-    return specs
-
-
-def head(config: MambaConfig) -> tuple[str, str | None]:
-    """Names of the head's weight and of its bias, if it has one."""
-    weight = EMBEDDING if config.tie_embeddings else "lm_head.weight"
-    return weight, "lm_head.bias" if config.lm_head_bias else None
+def layer_parameters(config: MambaConfig, i: int) -> list[ParamSpec]:
+    """The parameters of layer i. No decay on A_log, D, the norm's weight and biases."""
+    c, inner = config, config.d_inner
+    layer, mixer = f"backbone.layers.{i}", f"backbone.layers.{i}.mixer"
+    specs = [
+        ParamSpec(f"{layer}.norm.weight", (c.d_model,), decay=False),
+        ParamSpec(f"{mixer}.in_proj.weight", (2 * inner, c.d_model)),
+        ParamSpec(f"{mixer}.conv1d.weight", (inner, 1, c.d_conv)),
+        ParamSpec(f"{mixer}.x_proj.weight", (c.dt_rank + 2 * c.d_state, inner)),
+        ParamSpec(f"{mixer}.dt_proj.weight", (inner, c.dt_rank)),
+        ParamSpec(f"{mixer}.dt_proj.bias", (inner,), decay=False),
+        ParamSpec(f"{mixer}.A_log", (inner, c.d_state), decay=False),
+        ParamSpec(f"{mixer}.D", (inner,), decay=False),
+        ParamSpec(f"{mixer}.out_proj.weight", (c.d_model, inner)),
+    ]
+    biases = {
+        "in_proj": (c.use_bias, 2 * inner),
+        "conv1d": (c.use_conv_bias, inner),
+        "x_proj": (c.x_proj_bias, c.dt_rank + 2 * c.d_state),
+        "out_proj": (c.use_bias, c.d_model),
+    }
+    return specs + [
+        ParamSpec(f"{mixer}.{name}.bias", (size,), decay=False)
+        for name, (used, size) in biases.items()
+        if used
+    ]
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """What one layer carries from token to token.
+    """What the layer carries from token to token.
 
     conv   (batch, d_conv - 1, d_inner): the last inputs of the convolution; None for d_conv 1
     ssm    (batch, ceil(d_state / 4), d_inner, 4): the state h
@@ -76,25 +56,20 @@ class LayerState:
     ssm: Tensor
 
 
-def carried_state(plan: Plan, config: MambaConfig, batch: int) -> list[LayerState]:
-    """Persistent state of every layer, for generation."""
-    c = config
+def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int) -> LayerState:
+    """Persistent state of layer i, for generation."""
+    c, name = config, f"state.{batch}.{i}"
+    conv = None
+    if c.d_conv > 1:
+        conv = plan.persistent(f"{name}.conv", (batch, c.d_conv - 1, c.d_inner))
     groups = ceil_div(c.d_state, 4)
-    return [
-        LayerState(
-            plan.persistent(f"state.{batch}.{i}.conv", (batch, c.d_conv - 1, c.d_inner))
-            if c.d_conv > 1
-            else None,
-            plan.persistent(f"state.{batch}.{i}.ssm", (batch, groups, c.d_inner, 4)),
-        )
-        for i in range(c.n_layer)
-    ]
+    return LayerState(conv, plan.persistent(f"{name}.ssm", (batch, groups, c.d_inner, 4)))
 
 
 def block(
     plan: Plan, config: MambaConfig, h: Tensor, i: int, state: LayerState | None = None
 ) -> Tensor:
-    """Plan h + mixer(norm(h)) of layer i; mirrors mamba_ssm's `Block` with `Mamba`.
+    """Plan h + mixer(norm(h)) with the parameters of layer i; mirrors mamba_ssm's `Block`.
 
     h         (batch, seqlen, d_model) f32
     returns   (batch, seqlen, d_model) f32
@@ -108,73 +83,47 @@ def block(
     def bias(name: str, used: bool) -> Tensor | None:
         return param(f"mixer.{name}.bias") if used else None
 
-    with plan.scope(f"layers.{i}"):
-        if i % 2 == 0:  # one dispatch for two blocks
-            plan.tape(lambda: sum_partials(plan))
-        n = rms_norm(plan, h, param("norm.weight"), c.norm_eps)
-        xz = linear(plan, n, param("mixer.in_proj.weight"), bias("in_proj", c.use_bias), name="xz")
-        u_delta = plan.tensor("u_delta", (batch, seqlen, 2 * c.d_inner))
-        u, delta = Columns(u_delta, 0, c.d_inner), Columns(u_delta, c.d_inner, c.d_inner)
-        conv1d_silu(
-            plan,
-            xz,
-            param("mixer.conv1d.weight"),
-            bias("conv1d", c.use_conv_bias),
-            u_delta,
-            state=state.conv if state else None,
-        )
-        x_dbl = linear(
-            plan, u, param("mixer.x_proj.weight"), bias("x_proj", c.x_proj_bias), name="x_dbl"
-        )
-        linear(
-            plan,
-            Columns(x_dbl, 0, c.dt_rank),
-            param("mixer.dt_proj.weight"),
-            param("mixer.dt_proj.bias"),
-            out=delta,
-            activation="softplus",
-        )
-        g = selective_scan(
-            plan,
-            u_delta,
-            x_dbl,
-            xz,
-            param("mixer.A_log"),
-            param("mixer.D"),
-            dt_rank=c.dt_rank,
-            d_state=c.d_state,
-            discretization=c.discretization,
-            a_log_clamp=c.a_log_clamp,
-            state=state.ssm if state else None,
-        )
-        return linear(
-            plan,
-            g,
-            param("mixer.out_proj.weight"),
-            bias("out_proj", c.use_bias),
-            residual=h,
-            name="h",
-        )
-
-
-def backbone(
-    plan: Plan,
-    config: MambaConfig,
-    tokens: Tensor,
-    state: Sequence[LayerState] | None = None,
-    activation_checkpointing: bool = False,
-) -> Tensor:
-    """Plan the model up to its final norm; mirrors mamba_ssm's `MixerModel`.
-
-    tokens    (batch, seqlen) u32, below the vocabulary's size
-    returns   (batch, seqlen, d_model) f32
-    """
-    plan.tape(lambda: sum_partials(plan))
-    h = embedding(plan, tokens, EMBEDDING)
-    for i in range(config.n_layer):
-        if activation_checkpointing:
-            h = plan.checkpoint(lambda h, i=i: block(plan, config, h, i), h)  # type: ignore[misc]
-        else:
-            h = block(plan, config, h, i, state[i] if state else None)
-    plan.tape(lambda: sum_partials(plan))
-    return rms_norm(plan, h, plan.param("backbone.norm_f.weight"), config.norm_eps, name="norm_f")
+    n = rms_norm(plan, h, param("norm.weight"), c.norm_eps)
+    xz = linear(plan, n, param("mixer.in_proj.weight"), bias("in_proj", c.use_bias), name="xz")
+    u_delta = plan.tensor("u_delta", (batch, seqlen, 2 * c.d_inner))
+    u, delta = Columns(u_delta, 0, c.d_inner), Columns(u_delta, c.d_inner, c.d_inner)
+    conv1d_silu(
+        plan,
+        xz,
+        param("mixer.conv1d.weight"),
+        bias("conv1d", c.use_conv_bias),
+        u_delta,
+        state=state.conv if state else None,
+    )
+    x_dbl = linear(
+        plan, u, param("mixer.x_proj.weight"), bias("x_proj", c.x_proj_bias), name="x_dbl"
+    )
+    linear(
+        plan,
+        Columns(x_dbl, 0, c.dt_rank),
+        param("mixer.dt_proj.weight"),
+        param("mixer.dt_proj.bias"),
+        out=delta,
+        activation="softplus",
+    )
+    g = selective_scan(
+        plan,
+        u_delta,
+        x_dbl,
+        xz,
+        param("mixer.A_log"),
+        param("mixer.D"),
+        dt_rank=c.dt_rank,
+        d_state=c.d_state,
+        discretization=c.discretization,
+        a_log_clamp=c.a_log_clamp,
+        state=state.ssm if state else None,
+    )
+    return linear(
+        plan,
+        g,
+        param("mixer.out_proj.weight"),
+        bias("out_proj", c.use_bias),
+        residual=h,
+        name="h",
+    )

@@ -6,8 +6,6 @@ hands out space for the first stage; `sum_partials` plans the last for all that 
 since, one dispatch for a whole block of a model rather than one a parameter.
 """
 
-import itertools
-
 from ..kernel import ALIGN, Kernel, Tensor, Values, by_kind, ceil_div, round_up, spread
 from ..plan import Plan
 
@@ -61,9 +59,14 @@ def partial(plan: Plan, grad: Tensor, parts: int) -> Tensor:
 def sum_partials(plan: Plan) -> None:
     """Plan the sums of all partial gradients handed out since the last call."""
     pending, plan.partials = plan.partials, []
-    for arena, group in itertools.groupby(pending, key=lambda item: item[0].root):
-        segments = list(group)
-        page = segments[0][1].root
+    groups: list[list[tuple[Tensor, Tensor]]] = []
+    for space, grad in pending:
+        # one dispatch adds once to a gradient: layers that share parameters take turns
+        if not groups or groups[-1][-1][0].root is not space.root or _has(groups[-1], grad):
+            groups.append([])
+        groups[-1].append((space, grad))
+    for segments in groups:
+        arena, page = segments[0][0].root, segments[0][1].root
         first = min(g.start for _, g in segments)
         last = max(g.start + g.size for _, g in segments)
         plan.dispatch(
@@ -72,3 +75,7 @@ def sum_partials(plan: Plan) -> None:
             grads=page.view(first, (last - first,), f"{page.name}[{first}:{last}]"),
             segments=tuple((p.start, p.shape[0], g.size, g.start - first) for p, g in segments),
         )
+
+
+def _has(segments: list[tuple[Tensor, Tensor]], grad: Tensor) -> bool:
+    return any(grad is other for _, other in segments)

@@ -1,0 +1,172 @@
+"""Models of several layer types: schedules, their form on disk, and whole models against NumPy."""
+
+import itertools
+import json
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+import wgsl_train as wt
+from tests.test_model import assert_matches_oracle, batch, lively, relative
+from wgsl_train.config import LAYER_TYPES, MambaConfig
+from wgsl_train.errors import ConfigError
+from wgsl_train.kernel import PORTABLE
+from wgsl_train.model import plan_step
+from wgsl_train.models import language_model
+from wgsl_train.plan import Layout
+
+SIZES = dict(vocab_size=37, d_model=20, d_state=5, dt_rank=3)
+STACKS = {
+    "options": "mamba,mamba:d_state=3:d_conv=2,mamba:discretization=zoh:use_bias=true:expand=1",
+    "shared": "mamba:share=a,mamba,mamba:share=a,mamba:d_state=4:share=b,mamba:d_state=4:share=b",
+}
+
+
+def config(layers, **options):
+    return MambaConfig(**{**SIZES, **options}, layers=layers)
+
+
+# Schedules
+
+
+def test_a_schedule_says_what_each_layer_is():
+    assert MambaConfig(**SIZES, n_layer=3).layers == ("mamba",) * 3
+    assert config("mamba*2, mamba:d_state=3").layers == ("mamba", "mamba", "mamba:d_state=3")
+    assert config(["mamba*2", "mamba:d_state=3"]).n_layer == 3
+    assert config("mamba,mamba:d_conv=2", n_layer=4).layers == ("mamba", "mamba:d_conv=2") * 2
+    assert config("mamba,mamba:d_conv=2*3").layers == ("mamba", *["mamba:d_conv=2"] * 3)
+    first, second = config("mamba,mamba:d_state=3:expand=1:discretization=zoh").schedule
+    assert (first.type, first.owner, second.owner) == ("mamba", 0, 1)
+    assert (first.config.d_state, second.config.d_state) == (5, 3)
+    assert (second.config.d_inner, second.config.discretization) == (20, "zoh")
+
+
+def test_layers_that_share_parameters_have_them_once():
+    c = config("mamba:share=a,mamba,mamba:share=a")
+    assert [layer.owner for layer in c.schedule] == [0, 1, 0]
+    names = [spec.name for spec in language_model.parameters(c)]
+    assert len(names) == len(set(names))
+    assert not [name for name in names if ".layers.2." in name]
+    assert len(names) == len(language_model.parameters(config("mamba,mamba")))
+
+
+@pytest.mark.parametrize(
+    "layers, message",
+    [
+        ("mamba,mambo", "no layer is of type 'mambo'; did you mean 'mamba'? known: mamba"),
+        ("", "no layer is of type ''; known: mamba"),
+        ("mamba,", "no layer is of type ''"),
+        ("transformer*2", "no layer is of type 'transformer'; "),
+        ("mamba*0", "'mamba*0': a number from 1 must follow *"),
+        ("mamba*", "must follow *"),
+        ("mamba*x", "must follow *"),
+        ("mamba:d_sate=3", "has no 'd_sate'; did you mean 'd_state'?"),
+        ("mamba:d_model=3", "has no 'd_model'; "),
+        ("mamba:d_state", "'d_state' is no option=value"),
+        ("mamba:d_state=", "'d_state=' is no option=value"),
+        ("mamba:d_state=0", "MambaConfig.d_state is 0; allowed: an integer from 1 to 1024"),
+        ("mamba:d_state=x", "MambaConfig.d_state is 'x'; allowed: "),
+        ("mamba:use_bias=1", "MambaConfig.use_bias is 1; allowed: true or false"),
+        ("mamba:share=a,mamba:d_state=3:share=a", "cannot share parameters: they differ"),
+        (["mamba", 3], "MambaConfig.layers is ['mamba', 3]; allowed: "),
+        (3, "MambaConfig.layers is 3; allowed: "),
+    ],
+)
+def test_a_schedule_that_is_none(layers, message):
+    with pytest.raises(ConfigError) as caught:
+        config(layers)
+    assert message in str(caught.value)
+    assert "MambaConfig.layers" in str(caught.value)
+
+
+def test_the_number_of_layers_must_fit_the_schedule():
+    with pytest.raises(ConfigError, match="n_layer is 3; allowed: multiples of 2"):
+        config("mamba,mamba:d_conv=2", n_layer=3)
+    with pytest.raises(ConfigError, match="needs n_layer, or layers"):
+        MambaConfig(**SIZES)
+
+
+@pytest.mark.parametrize("name", LAYER_TYPES)
+def test_every_layer_type_has_its_module_and_its_options(name):
+    module = language_model.layer_type(name)
+    assert all(hasattr(module, f) for f in ("layer_parameters", "block", "layer_state"))
+    assert set(LAYER_TYPES[name]) <= {f.name for f in fields(MambaConfig)}
+    c = config(f"mamba,{name}")
+    for spec in module.layer_parameters(c.schedule[1].config, 1):
+        assert spec.name.startswith("backbone.layers.1.")
+
+
+# On disk
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_the_schedule_comes_back_equal(name):
+    c = config(STACKS[name], bos_token_id=1)
+    theirs = json.loads(json.dumps(c.to_hugging_face(), allow_nan=False))
+    assert theirs["model_type"] == "wgsl_train_hybrid"
+    assert theirs["hidden_act"] == "silu in wgsl_train_hybrid"  # stops MambaForCausalLM
+    assert theirs["layers"] == list(c.layers)
+    assert MambaConfig.from_hugging_face(theirs) == c
+    assert MambaConfig.from_json(c.to_json()) == c
+    with pytest.raises(ConfigError, match="did you mean 'layers'"):
+        MambaConfig.from_hugging_face(theirs | {"layer": ["mamba"]})
+
+
+def test_a_schedule_of_plain_mamba_is_what_transformers_reads():
+    plain = MambaConfig(**SIZES, n_layer=2)
+    assert config("mamba*2") == plain
+    assert config("mamba*2").to_hugging_face()["model_type"] == "mamba"
+
+
+@pytest.mark.gpu
+def test_save_and_load_keep_every_bit(device, tmp_path):
+    for name, layers in STACKS.items():
+        model = wt.Model(config(layers), device)
+        model.save_pretrained(tmp_path / name)
+        again = wt.Model.from_pretrained(tmp_path / name, device)
+        assert again.config == model.config
+        for key, array in model.state_dict().items():
+            np.testing.assert_array_equal(again.state_dict()[key], array, key)
+
+
+# Whole models
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 33), (1, 1)], ids=str)
+@pytest.mark.parametrize("name", STACKS)
+def test_loss_logits_and_every_gradient_match_the_oracle(device, name, shape):
+    c = config(STACKS[name])
+    assert_matches_oracle(wt.Model(c, device), lively(c), *batch(c, shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["portable", "discrete"])
+def test_the_gradient_of_shared_parameters_is_the_sum_over_their_layers(device, kind):
+    """Against the same weights, not shared."""
+    shared, apart = config("mamba:share=a*2,mamba"), config("mamba*3")
+    weights, data = lively(shared), batch(shared, (3, 70))
+    copies = {k: weights[k.replace(".layers.1.", ".layers.0.")] for k in lively(apart)}
+    grads = []
+    for c, state in ((shared, weights), (apart, copies)):
+        model = wt.Model(c, wt.device.with_target(device, kind=kind))
+        model.load_state_dict(state)
+        grads.append(model.loss_and_grads(*data)[1])
+    for name, grad in grads[0].items():
+        want = grads[1][name]
+        if ".layers.0." in name:
+            want = want + grads[1][name.replace(".layers.0.", ".layers.1.")]
+        assert relative(grad, want) <= 1e-5, name
+
+
+def test_no_dispatch_adds_twice_to_a_shared_gradient():
+    """Its workgroups would race for it."""
+    c = config("mamba:share=a*4")
+    for target in (PORTABLE, replace(PORTABLE, kind="cpu"), replace(PORTABLE, kind="discrete")):
+        plan = plan_step(c, Layout(language_model.parameters(c), target), target, 2, 70).plan
+        sums = [d.values["segments"] for d in plan.dispatches if d.kernel.name == "sum_partials"]
+        assert sum(len(segments) for segments in sums) > 12
+        for segments in sums:
+            ends = sorted((first, first + size) for _, _, size, first in segments)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
