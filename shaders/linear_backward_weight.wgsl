@@ -1,5 +1,5 @@
 // dweight[o, i] += sum over r of dout[r, dout_start + o] * x[r, x_start + i]; dbias[o] += sum over r of dout[r, dout_start + o]
-$$ set lines_m, lines_n, depth, from_k, to_k, row_sums = d_out, d_in, rows, "0u", rows ~ "u", "dbias" in bound
+$$ set lines_m, lines_n, depth, more, row_sums = d_out, d_in, rows, none, "dbias" in bound
 $$ set a = {"name": "dout", "stride": dout_stride, "start": dout_start, "along": "lines"}
 $$ set b = {"name": "x", "stride": x_stride, "start": x_start, "along": "lines"}
 $$ set out_type, width = ("vec4f", 4) if "dweight" in vec4 else ("f32", 1)

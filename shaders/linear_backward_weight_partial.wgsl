@@ -1,7 +1,5 @@
 // weight_partials[p, o * d_in + i] = sum over the rows of part p of dout[r, dout_start + o] * x[r, x_start + i]; bias_partials[p, o] likewise of dout
-$$ set span = ceil_div(ceil_div(rows, parts), 32) * 32
-$$ set lines_m, lines_n, depth, row_sums = d_out, d_in, rows, "bias_partials" in bound
-$$ set from_k, to_k = "wid.z * " ~ span ~ "u", "min(" ~ rows ~ "u, (wid.z + 1u) * " ~ span ~ "u)"
+$$ set lines_m, lines_n, depth, more, row_sums = d_out, d_in, rows, none, "bias_partials" in bound
 $$ set a = {"name": "dout", "stride": dout_stride, "start": dout_start, "along": "lines"}
 $$ set b = {"name": "x", "stride": x_stride, "start": x_start, "along": "lines"}
 $$ set out_type, width = ("vec4f", 4) if "weight_partials" in vec4 else ("f32", 1)

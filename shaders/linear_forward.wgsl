@@ -1,7 +1,9 @@
-// out[r, out_start + o] = act(scale * sum over i of x[r, x_start + i] * weight[o, i] + bias[o] + addend[r, o]) + residual[r, o]
-$$ set lines_m, lines_n, depth, from_k, to_k, row_sums = rows, d_out, d_in, "0u", d_in ~ "u", false
+// out[r, out_start + o] = act(scale * product + bias[o]) + residual[r, o], product = sum over i of x[r, x_start + i] * weight[o, i],
+// plus sum over k of low[r, k] * B[o, k]; a weight that is stored as i8 counts weight_scale[o] times
+$$ set lines_m, lines_n, depth, row_sums = rows, d_out, d_in, false
 $$ set a = {"name": "x", "stride": x_stride, "start": x_start, "along": "k"}
-$$ set b = {"name": "weight", "stride": d_in, "start": 0, "along": "k"}
+$$ set b = {"name": "weight", "stride": d_in, "start": 0, "along": "k", "dtype": weight_dtype}
+$$ set more = {"depth": rank, "a": {"name": "low", "stride": rank, "start": 0, "along": "k"}, "b": {"name": "B", "stride": rank, "start": 0, "along": "k"}} if "low" in bound else none
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
 {$ include "include/matmul.wgsl" $}
 $$ if activation == "softplus"
@@ -16,9 +18,6 @@ $$ if scale != 1.0
 $$ endif
 $$ if "bias" in bound
     value += bias[o / {{ width }}u];
-$$ endif
-$$ if "addend" in bound
-    value += addend[(r * d_out + o) / {{ width }}u];
 $$ endif
 $$ if activation == "softplus" and width == 4
     value = vec4f(softplus(value.x), softplus(value.y), softplus(value.z), softplus(value.w));

@@ -9,7 +9,7 @@ import numpy as np
 from tests import oracle
 from wgsl_train import ops
 from wgsl_train.encoder import Buffers, Encoder
-from wgsl_train.kernel import ALIGN, KERNELS, Kernel, Target, Tensor
+from wgsl_train.kernel import ALIGN, ITEMSIZE, KERNELS, DType, Kernel, Target, Tensor
 from wgsl_train.plan import Layout, Plan
 
 ops.load_all()
@@ -49,6 +49,9 @@ class Variant:
             if binding not in self.case.leave_out
         }
 
+    def dtype(self, binding: str) -> DType:
+        return self.kernel.dtype(binding, {**self.kernel.options, **self.case.values})
+
     def __str__(self) -> str:
         return f"{self.kernel.name}-{self.case}-{self.kind}"
 
@@ -77,10 +80,13 @@ def draw(variant: Variant, rng: np.random.Generator) -> oracle.Arrays:
             array = reference.draw[binding](rng, shape, variant.case.values)
         elif binding in variant.kernel.u32:
             array = rng.integers(0, variant.case.values["vocab_size"], shape)
+        elif variant.dtype(binding) == "i8":
+            array = rng.integers(-127, 128, shape)
         else:
             array = rng.uniform(-1, 1, shape)
         if binding not in variant.kernel.u32:
-            array = array.astype(np.float32).astype(np.float64)
+            stored = np.float16 if variant.dtype(binding) == "f16" else np.float32
+            array = array.astype(stored).astype(np.float64)
         arrays[binding] = array
     return arrays
 
@@ -109,11 +115,12 @@ def run(
     tensors: dict[str, Tensor] = {}
     for binding, shape in variant.shapes.items():
         use = kernel.bindings[binding][1]
-        dtype = "u32" if binding in kernel.u32 else "f32"
-        base = plan.persistent(f"test.{binding}", (math.prod(shape) + 2 * ALIGN,), dtype)
+        dtype = variant.dtype(binding)
+        margin = 4 * ALIGN // ITEMSIZE[dtype]
+        base = plan.persistent(f"test.{binding}", (math.prod(shape) + 2 * margin,), dtype)
         if use == "adds" and not accumulate:
             base.kind = "activation"
-        tensors[binding] = base.view(ALIGN, shape, binding)
+        tensors[binding] = base.view(margin, shape, binding)
     plan.dispatch(kernel, **tensors, **variant.options)
     encoder = Encoder(buffers, plan, share_memory=False)
     for binding, tensor in tensors.items():
@@ -122,7 +129,7 @@ def run(
             body = arrays[binding].ravel()
         else:
             body = np.full(tensor.size, np.nan)  # so that an element left unwritten shows
-        guard = np.full(ALIGN, 7 if tensor.dtype == "u32" else GUARD)
+        guard = np.full(tensor.offset, 7 if tensor.dtype in ("u32", "i8") else GUARD)
         encoder.write(tensor.root, np.concatenate([guard, body, guard]))
     encoder.run("forward")
     got, faults = {}, []

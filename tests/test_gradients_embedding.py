@@ -16,9 +16,10 @@ def test_embedding(rng):
     dout = rng.uniform(-1, 1, (5, 3))
 
     def loss(weight):
-        return (dout * embedding_forward(tokens, weight, first_row=0)["out"]).sum()
+        out = embedding_forward(tokens, weight, None, first_row=0, scale=1.5)["out"]
+        return (dout * out).sum()
 
-    dweight = embedding_backward(dout, tokens, np.zeros((5, 3)), first_row=0)["dweight"]
+    dweight = embedding_backward(1.5 * dout, tokens, np.zeros((5, 3)), first_row=0)["dweight"]
     assert np.isnan(dweight[[2, 4]]).all()
     finite_differences.check(loss, arrays, {"weight": np.nan_to_num(dweight)})
 

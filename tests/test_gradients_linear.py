@@ -8,6 +8,7 @@ from tests.oracle.linear import (
     linear_backward_weight,
     linear_backward_weight_partial,
     linear_backward_x,
+    linear_backward_x_partial,
     linear_forward,
 )
 from wgsl_train.device import with_target
@@ -35,18 +36,19 @@ def test_backward_is_the_derivative_of_forward(rng):
         "weight": (D_OUT, D_IN),
         "bias": (D_OUT,),
         "residual": (ROWS, D_OUT),
-        "addend": (ROWS, D_OUT),
     }
     arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     dout = rng.normal(size=(ROWS, OUT_STRIDE))
 
     def loss(**given):
-        out = linear_forward(**given, **FORWARD)["out"]
+        out = linear_forward(**given, weight_scale=None, low=None, B=None, **FORWARD)["out"]
         return np.nansum(dout * out)
 
     x, weight, bias = arrays["x"], arrays["weight"], arrays["bias"]
     grads = linear_backward_weight(1.5 * dout, x, D_OUT, D_IN, OUT_START, X_START, dbias=bias)
-    dx = linear_backward_x(dout, weight, X_STRIDE, OUT_START, X_START, scale=1.5)["dx"]
+    dx = linear_backward_x(dout, weight, None, None, None, X_STRIDE, OUT_START, X_START, scale=1.5)[
+        "dx"
+    ]
     untouched = np.isnan(dx)
     assert (untouched == untouched[0]).all()
     assert list(untouched[0].nonzero()[0]) == [0, 5]
@@ -55,9 +57,35 @@ def test_backward_is_the_derivative_of_forward(rng):
         "weight": grads["dweight"],
         "bias": grads["dbias"] / 1.5,
         "residual": dout[:, OUT_START:],
-        "addend": dout[:, OUT_START:],
     }
     finite_differences.check(loss, arrays, claimed)
+
+
+def test_so_is_that_of_an_adapter_of_a_weight_with_factors_of_rows(rng):
+    """By x, which acts directly and through low = x Aᵀ; and by B."""
+    shapes = {"x": (ROWS, D_IN), "B": (D_OUT, 2)}
+    arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    weight, weight_scale = rng.integers(-127, 128, (D_OUT, D_IN)), rng.normal(size=D_OUT)
+    A, dout = rng.normal(size=(2, D_IN)), rng.normal(size=(ROWS, D_OUT))
+
+    def loss(x, B):
+        low = x @ A.T
+        out = linear_forward(
+            x, weight, weight_scale, None, None, low, B, D_OUT, 0, 0, "none", scale=1.5
+        )["out"]
+        return (dout * out).sum()
+
+    dlow = linear_backward_x(dout, arrays["B"], None, None, None, 2, 0, 0, scale=1.0)["dx"]
+    given = (dout, weight, weight_scale, dlow, A)
+    low = arrays["x"] @ A.T
+    claimed = {
+        "x": linear_backward_x(*given, D_IN, 0, 0, scale=1.5)["dx"],
+        "B": linear_backward_weight(1.5 * dout, low, D_OUT, 2, 0, 0, dbias=None)["dweight"],
+    }
+    finite_differences.check(loss, arrays, claimed)
+    parts = linear_backward_x_partial(*given, 0, 2, 64, scale=1.5)["dx_partials"]
+    total = parts.sum(0)[: ROWS * D_IN].reshape(ROWS, D_IN)
+    np.testing.assert_allclose(total, claimed["x"])
 
 
 def test_partial_sums_add_up_to_the_gradient(rng):

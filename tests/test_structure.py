@@ -20,10 +20,7 @@ def render(variant: harness.Variant) -> str:
     shapes = variant.shapes
     plan.dispatch(
         variant.kernel,
-        **{
-            b: plan.persistent(b, s, "u32" if b in variant.kernel.u32 else "f32")
-            for b, s in shapes.items()
-        },
+        **{b: plan.persistent(b, s, variant.dtype(b)) for b, s in shapes.items()},
         **variant.options,
     )
     return plan.dispatches[0].render().source

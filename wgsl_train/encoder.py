@@ -16,7 +16,7 @@ from .errors import DeviceError, KernelCompileError, ShapeError
 from .kernel import Kernel, Rendered, Tensor
 from .plan import Dispatch, Plan
 
-_NUMPY = {"f32": np.float32, "u32": np.uint32}
+_NUMPY = {"f32": np.float32, "u32": np.uint32, "f16": np.float16, "i8": np.int8}
 _UPLOAD_CHUNK = 64 << 20  # bytes written between submits: staging memory is freed by a submit
 
 Array = np.ndarray[Any, Any]
@@ -100,7 +100,8 @@ class Buffers:
         if array.shape != tensor.shape:
             raise ShapeError(f"{tensor.name} is {tensor.shape}, given {array.shape}")
         data = np.ascontiguousarray(array, _NUMPY[tensor.dtype]).reshape(-1).view(np.uint8)
-        start, queue = 4 * tensor.start, self.device.wgpu.queue
+        data = np.pad(data, (0, -data.size % 4)) if data.size % 4 else data  # whole words
+        start, queue = tensor.first_byte, self.device.wgpu.queue
         for first in range(0, data.size, _UPLOAD_CHUNK):
             queue.write_buffer(buffer, start + first, data[first : first + _UPLOAD_CHUNK])
             if data.size > _UPLOAD_CHUNK:
@@ -113,9 +114,10 @@ class Buffers:
     def read_buffer(self, buffer: Any, tensor: Tensor) -> Array:
         self.readbacks += 1
         raw = self.device.guard(
-            lambda: self.device.wgpu.queue.read_buffer(buffer, 4 * tensor.start, 4 * tensor.size)
+            lambda: self.device.wgpu.queue.read_buffer(buffer, tensor.first_byte, tensor.nbytes)
         )
-        return np.frombuffer(raw, _NUMPY[tensor.dtype]).reshape(tensor.shape).copy()
+        elements = np.frombuffer(raw, _NUMPY[tensor.dtype])[: tensor.size]
+        return elements.reshape(tensor.shape).copy()
 
     def layout(self, kernel: Kernel, bound: tuple[str, ...]) -> Any:
         """Bind group layout: from the declaration, since "auto" drops unused bindings."""
@@ -256,8 +258,8 @@ class Encoder:
                     "binding": i,
                     "resource": {
                         "buffer": self.buffer(t),
-                        "offset": 4 * t.start,
-                        "size": 4 * t.size,
+                        "offset": t.first_byte,
+                        "size": t.nbytes,
                     },
                 }
                 for i, t in enumerate(d.tensors.values())

@@ -27,7 +27,8 @@ SHADER_DIR = next(p for p in (_here / "shaders", _here.parent / "shaders") if p.
 ALIGN = 64  # elements: WebGPU binds storage at multiples of 256 bytes
 MAX_ELEMENTS = 2**31 - 1  # shaders index with u32, and some drivers with i32
 
-DType = Literal["f32", "u32"]
+DType = Literal["f32", "u32", "f16", "i8"]
+ITEMSIZE: dict[DType, int] = {"f32": 4, "u32": 4, "f16": 2, "i8": 1}  # bytes of an element
 Grid = tuple[int, int, int]
 Values = Mapping[str, Any]  # dims, options and choices of one dispatch, by name
 
@@ -67,6 +68,8 @@ PORTABLE = Target()
 class Tensor:
     """A named array that a plan needs. Describes memory; owns none.
 
+    dtype     f16 and i8 are forms of storage: shaders read them as words of 32 bits, little end
+              first, and compute in f32
     kind      activation: lives from its first write to its last read in a step, so that memory
               is shared; persistent: keeps its contents between steps; param, grad, moment: a
               part of the flat buffers
@@ -88,7 +91,8 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return 4 * self.size
+        """Bytes, in whole words of 32 bits."""
+        return round_up(ITEMSIZE[self.dtype] * self.size, 4)
 
     @property
     def root(self) -> Tensor:
@@ -100,11 +104,18 @@ class Tensor:
         """Elements from the start of `root`."""
         return self.offset + (self.base.start if self.base else 0)
 
+    @property
+    def first_byte(self) -> int:
+        """Bytes from the start of `root`."""
+        return ITEMSIZE[self.dtype] * self.start
+
     def view(self, offset: int, shape: tuple[int, ...], name: str = "") -> Tensor:
-        """Elements from `offset` on, with a shape of their own. Offsets are multiples of ALIGN."""
-        if offset % ALIGN:
+        """Elements from `offset` on, with a shape of their own. Offsets are multiples of ALIGN
+        words of 32 bits."""
+        align = 4 * ALIGN // ITEMSIZE[self.dtype]
+        if offset % align:
             raise ShapeError(
-                f"a view of {self.name} at element {offset}: not a multiple of {ALIGN}"
+                f"a view of {self.name} at element {offset}: not a multiple of {align}"
             )
         name = name or f"{self.name}[{offset}:]"
         return Tensor(name, shape, self.dtype, self.kind, base=self, offset=offset)
@@ -272,6 +283,15 @@ class Span(NamedTuple):
     value: bool
 
 
+# What the array of a binding is of, by its tensor's dtype: in general, and where it is among vec4
+_ELEMENTS: dict[DType, tuple[str, str]] = {
+    "f32": ("f32", "vec4<f32>"),
+    "u32": ("u32", "vec4<u32>"),
+    "f16": ("u32", "vec2<u32>"),
+    "i8": ("u32", "u32"),
+}
+
+
 @dataclass(frozen=True)
 class Rendered:
     """WGSL ready to compile, and for each of its lines where in the templates it comes from."""
@@ -317,6 +337,8 @@ class Kernel:
              measure: each overrides what `choose` says. They change no tensor's shape
     vec4     values -> bindings that are arrays of vec4<f32> rather than f32
     u32      bindings of unsigned integers
+    stored   values -> dtypes of the bindings that may be stored as f16 or i8: arrays of u32, or
+             of vec2<u32> for f16 that is among vec4
     flops    values -> floating-point operations, for the profiler
     traffic  values -> bytes moved; by default each bound element once (twice where added into)
     """
@@ -331,6 +353,7 @@ class Kernel:
     alternatives: Callable[[Target, Values], Iterable[Values]] = lambda target, values: ()
     vec4: Callable[[Values], Iterable[str]] = lambda v: ()
     u32: frozenset[str] = frozenset()
+    stored: Callable[[Values], Mapping[str, DType]] = lambda v: {}
     flops: Callable[[Values], int] = lambda v: 0
     traffic: Callable[[Values], int] | None = None
 
@@ -389,6 +412,10 @@ class Kernel:
             values |= target.tuned.get(self.key(dims, options), {})
         return values
 
+    def dtype(self, binding: str, values: Values) -> DType:
+        """The dtype of the tensor that a binding takes."""
+        return "u32" if binding in self.u32 else self.stored(values).get(binding, "f32")
+
     def key(self, dims: Values, options: Values) -> str:
         """Name of this kernel at these dims and options, for tables of tuned choices.
 
@@ -427,8 +454,11 @@ class Kernel:
         lines += [f"const {name}: u32 = {size}u;" for name, size in dims.items()]
         for i, name in enumerate(b for b in self.bindings if b in bound):
             access = "read" if self.bindings[name][1] == "reads" else "read_write"
-            dtype = "u32" if name in self.u32 else "vec4<f32>" if name in vec4 else "f32"
-            lines.append(f"@group(0) @binding({i}) var<storage, {access}> {name}: array<{dtype}>;")
+            plain, wide = _ELEMENTS[self.dtype(name, values)]
+            element = wide if name in vec4 else plain
+            lines.append(
+                f"@group(0) @binding({i}) var<storage, {access}> {name}: array<{element}>;"
+            )
 
         def add(binding: str, index: str, value: str) -> str:
             return f"{binding}[{index}] {'+=' if binding in accumulate else '='} {value};"

@@ -14,6 +14,7 @@ from typing import Any
 
 from .errors import DeviceError, ShapeError
 from .kernel import (
+    ITEMSIZE,
     MAX_ELEMENTS,
     PORTABLE,
     DType,
@@ -32,17 +33,21 @@ BLOCK = 1024  # elements: parameters start at multiples of it in the flat buffer
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter of a model: its checkpoint name, shape, and how it is trained."""
+    """A parameter of a model: its checkpoint name, shape, and how it is trained.
+
+    dtype   how it is stored: f16 and i8, with a factor for each row, only where it is frozen
+    """
 
     name: str
     shape: tuple[int, ...]
     decay: bool = True
     trainable: bool = True
+    dtype: DType = "f32"
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a weight (rows, columns): scale B A.
+    """What an adapter adds to a weight (rows, ...), the last axes folded: scale B A.
 
     a       name of A (rank, columns)
     b       name of B (rows, rank)
@@ -55,7 +60,8 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A `LowRank` whose tensors have their places."""
+    """A `LowRank` whose tensors have their places, of a weight or of a piece of one: b (rows of
+    the piece, rank)."""
 
     a: Tensor
     b: Tensor
@@ -96,13 +102,16 @@ class Page:
 class Layout:
     """Where every parameter lies: pages no larger than one binding of the target.
 
-    adapters   what is added to weights, by their names; its parameters are among the specs
+    adapters   what is added to weights, by their names; its parameters are among the specs.
+               As an attribute: by the weights' pieces
     shard      (index, count): of the trained parameters, in order, those whose number modulo
                count is index have moments and are updated here; by default all
 
-    A parameter that alone exceeds a binding is split by rows into pieces. Every parameter starts
-    at a multiple of BLOCK, so that the gradient norm, which is summed by blocks, has the same
-    bits however the pages fall.
+    A parameter that alone exceeds a binding is split by rows into pieces, and the B of an adapter
+    at the same rows as its weight. Every parameter starts at a multiple of BLOCK, so that the
+    gradient norm, which is summed by blocks, has the same bits however the pages fall.
+
+    scales     by piece that is stored as i8: the factors (rows,) of its rows
     """
 
     def __init__(
@@ -118,38 +127,56 @@ class Layout:
         self.shard = shard
         trained = [spec.name for spec in specs if spec.trainable]
         self.owned = trained[shard[0] :: shard[1]] if shard else trained
+        self.scales: dict[Tensor, Tensor] = {}
         self._grads: dict[Tensor, Tensor] = {}
         self._moments: dict[Tensor, int] = {}
-        limit = target.usable_binding // 4 // BLOCK * BLOCK
+        self._limits: dict[DType, int] = {  # elements of a page
+            dtype: target.usable_binding // itemsize // BLOCK * BLOCK
+            for dtype, itemsize in ITEMSIZE.items()
+        }
+        rows = {spec.name: _rows(spec, self._limits[spec.dtype]) for spec in specs}
+        for weight, low in (adapters or {}).items():
+            rows[weight] = rows[low.b] = min(rows[weight], rows[low.b])
         for trainable in (True, False):
-            page: Page | None = None
             for spec in specs:
-                if spec.trainable != trainable:
-                    continue
-                self.pieces[spec.name] = []
-                for first, shape in _split(spec, limit):
-                    size = round_up(Tensor("", shape).size, BLOCK)
-                    if page is None or page.params.size + size > limit:
-                        page = self._page(trainable)
-                    piece = Tensor(spec.name, shape, kind="param", base=page.params)
-                    piece.offset = page.params.size
-                    grad = Tensor(f"d{spec.name}", shape, kind="grad", base=page.grads)
-                    grad.offset = piece.offset
-                    self.pieces[spec.name].append((first, piece))
-                    self._grads[piece] = grad
-                    page.decay += [int(spec.decay)] * (size // BLOCK)
-                    for flat in (page.params, page.grads):
-                        flat.shape = (flat.size + size,)
-                    if spec.name in self.owned:
-                        self._own(page, piece, size)
+                if spec.trainable == trainable:
+                    self.pieces[spec.name] = list(self._pieces_of(spec, rows[spec.name]))
         self.adapters = {
-            weight: Adapter(self.param(low.a), self.param(low.b), low.scale)
+            piece: Adapter(self.param(low.a), b, low.scale)
             for weight, low in (adapters or {}).items()
+            for (_, piece), (_, b) in zip(self.pieces[weight], self.pieces[low.b], strict=True)
         }
 
-    def _page(self, trainable: bool) -> Page:
-        i = sum(p.trainable == trainable for p in self.pages)
-        params = Tensor(f"params.{i}" if trainable else f"frozen.{i}", (0,), kind="param")
+    def _pieces_of(self, spec: ParamSpec, rows: int) -> Iterator[tuple[int, Tensor]]:
+        """(first row, piece) of a parameter of which a piece has at most `rows` rows."""
+        for first in range(0, spec.shape[0], rows):
+            shape = (min(rows, spec.shape[0] - first), *spec.shape[1:])
+            piece = self._place(spec, spec.name, shape, spec.dtype)
+            if spec.dtype == "i8":
+                self.scales[piece] = self._place(spec, f"{spec.name}.scale", shape[:1], "f32")
+            yield first, piece
+
+    def _place(self, spec: ParamSpec, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """A new tensor at the end of the last page of its kind, or of a new one."""
+        size = round_up(Tensor("", shape).size, BLOCK)
+        alike = [p for p in self.pages if p.trainable == spec.trainable and p.params.dtype == dtype]
+        page = alike[-1] if alike else None
+        if page is None or page.params.size + size > self._limits[dtype]:
+            page = self._page(spec.trainable, dtype, len(alike))
+        piece = Tensor(name, shape, dtype, "param", page.params, page.params.size)
+        self._grads[piece] = Tensor(f"d{name}", shape, "f32", "grad", page.grads, piece.offset)
+        page.decay += [int(spec.decay)] * (size // BLOCK)
+        for flat in (page.params, page.grads):
+            flat.shape = (flat.size + size,)
+        if spec.name in self.owned:
+            self._own(page, piece, size)
+        return piece
+
+    def _page(self, trainable: bool, dtype: DType, i: int) -> Page:
+        if trainable and dtype != "f32":
+            raise ShapeError(f"a parameter that trains is stored as f32, not as {dtype}")
+        name = "params" if trainable else "frozen" if dtype == "f32" else f"frozen_{dtype}"
+        params = Tensor(f"{name}.{i}", (0,), dtype, "param")
         grads = Tensor(f"grads.{i}", (0,), kind="grad")
         m, v = (Tensor(f"{n}.{i}", (0,), kind="moment") for n in "mv")
         self.pages.append(Page(params, grads, m, v, trainable))
@@ -219,29 +246,27 @@ class Layout:
         return sum(Tensor("", self.specs[name].shape).size for name in self.owned)
 
 
-def _split(spec: ParamSpec, limit: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(first row, shape) of the pieces of a parameter that each hold at most `limit` elements."""
+def _rows(spec: ParamSpec, limit: int) -> int:
+    """The most rows of a parameter that a piece of at most `limit` elements holds."""
     whole = Tensor(spec.name, spec.shape)
     if whole.size > MAX_ELEMENTS:
         raise ShapeError(
             f"{spec.name} {spec.shape} has {whole.size:,} elements, more than {MAX_ELEMENTS:,}"
         )
     if round_up(whole.size, BLOCK) <= limit:
-        yield 0, spec.shape
-        return
-    row = whole.size // spec.shape[0]
+        return spec.shape[0]
+    row, itemsize = whole.size // spec.shape[0], ITEMSIZE[spec.dtype]
     rows = limit // row
     if rows < 1:
         raise ShapeError(
-            f"{spec.name} {spec.shape}: a row of {4 * row:,} bytes exceeds this adapter's "
-            f"storage binding of {4 * limit:,} bytes"
+            f"{spec.name} {spec.shape}: a row of {itemsize * row:,} bytes exceeds this adapter's "
+            f"storage binding of {itemsize * limit:,} bytes"
         )
     if rows > BLOCK:
         rows = rows // BLOCK * BLOCK
     while round_up(rows * row, BLOCK) > limit:
         rows -= 1
-    for first in range(0, spec.shape[0], rows):
-        yield first, (min(rows, spec.shape[0] - first), *spec.shape[1:])
+    return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,6 +466,8 @@ class Plan:
                 f"{target.max_storage_buffers}"
             )
         for binding, t in d.tensors.items():
+            if t.dtype != (dtype := d.kernel.dtype(binding, d.values)):
+                raise ShapeError(f"{name}: {binding} holds {dtype}, {t.name} is {t.dtype}")
             if t.nbytes > target.usable_binding:
                 raise DeviceError(
                     f"{name}: {binding} {t.shape} takes {t.nbytes:,} bytes, this adapter binds at "

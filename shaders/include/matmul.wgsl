@@ -1,29 +1,52 @@
 // sums[m, n] = sum over k of a[m, k] * b[n, k]: a workgroup owns a tile of outputs, a thread its part of it, in registers.
-// The kernel sets lines_m, lines_n, depth (sizes); from_k, to_k (WGSL: the range of k); a and b: {name, stride, start, along},
-// along "k" where neighbours in memory differ in k, "lines" where they differ in m or n; row_sums: whether a's are wanted too.
+// The kernel sets lines_m, lines_n, depth (sizes); a and b: {name, stride, start, along}, along "k" where neighbours in memory
+// differ in k, "lines" where they differ in m or n, and dtype where it is not f32: of i8, <name>_scale holds the factors of rows;
+// more: none, or {depth, a, b}, another pair, whose product is added to the sums: the walk goes on in it behind depth, from the
+// next multiple of tile_k on; row_sums: whether a's are wanted too.
 // It defines finish(row, col, sum), sum of out_type: vec4f (neighbouring columns) or f32; and finish_row_sum(row, sum) where
-// row_sums is set. Rows and columns past the edge reach them. Where the kernel has a dim parts, both take the part first.
+// row_sums is set. Rows and columns past the edge reach them. Where the kernel has a dim parts, the depth is dealt out to these,
+// and both take the part first; `more` is the last one's.
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
-$$ set part = "wid.z, " if parts is defined else ""
+$$ set seam = ceil_div(depth, tile_k) * tile_k
+$$ set end = seam + more.depth if more else depth
+$$ if parts is defined
+$$ set part, span = "wid.z, ", ceil_div(ceil_div(depth, parts), 32) * 32
+$$ set from_k, to_k = "wid.z * " ~ span ~ "u", "min(" ~ depth ~ "u, (wid.z + 1u) * " ~ span ~ "u)"
+$$ if more
+$$ set from_k, to_k = "min(" ~ from_k ~ ", " ~ seam ~ "u)", "select(" ~ to_k ~ ", " ~ end ~ "u, wid.z == " ~ (parts - 1) ~ "u)"
+$$ endif
+$$ else
+$$ set part, from_k, to_k = "", "0u", end ~ "u"
+$$ endif
 {$ include "include/group_index.wgsl" $}
 
-$$ for side, t in [("a", a), ("b", b)]
+$$ set pairs = [("a", a, depth), ("b", b, depth)] + ([("more_a", more.a, more.depth), ("more_b", more.b, more.depth)] if more else [])
+$$ for side, t, length in pairs
+$$ set name, dtype, aligned = t.name, t.get("dtype", "f32"), t.name in vec4
+$$ if dtype != "f32"
+{$ include "include/stored.wgsl" $}
+$$ endif
 // Four neighbours in memory from (line, k) on; zeros where k is past the end. A line past the end only reaches sums that
 // are not kept, so it may hold anything.
 fn load_{{ side }}(line: u32, k: u32) -> vec4f {
+$$ if more and side in ("a", "b")
+    if (k >= {{ seam }}u) { return load_more_{{ side }}(line, k - {{ seam }}u); }
+$$ endif
     let i = {{ "line" if t.along == "k" else "k" }} * {{ t.stride }}u + {{ t.start }}u + {{ "k" if t.along == "k" else "line" }};
-$$ if t.name in vec4
+$$ if dtype != "f32"
+    let values = four_{{ name }}(i){{ " * " ~ name ~ "_scale[" ~ ("line" if t.along == "k" else "k") ~ "]" if dtype == "i8" }};
+$$ elif aligned
     let values = {{ t.name }}[i / 4u];
 $$ else
     let values = vec4f({{ t.name }}[i], {{ t.name }}[i + 1u], {{ t.name }}[i + 2u], {{ t.name }}[i + 3u]);
 $$ endif
-$$ if depth % tile_k == 0
+$$ if length % tile_k == 0
     return values;
-$$ elif t.along == "k" and t.name not in vec4
-    return select(vec4f(), values, vec4u(k) + vec4u(0u, 1u, 2u, 3u) < vec4u({{ depth }}u));
+$$ elif t.along == "k" and not aligned
+    return select(vec4f(), values, vec4u(k) + vec4u(0u, 1u, 2u, 3u) < vec4u({{ length }}u));
 $$ else
-    return select(vec4f(), values, k < {{ depth }}u);
+    return select(vec4f(), values, k < {{ length }}u);
 $$ endif
 }
 $$ endfor

@@ -13,25 +13,54 @@ LARGE = {"tile_m": 128, "tile_n": 128, "tile_k": 16, "thread_m": 8, "thread_n": 
 TINY = {"tile_m": 4, "tile_n": 4, "tile_k": 4, "thread_m": 4, "thread_n": 4, "swizzle": 8, "lanes": 1, "workgroup": 1}  # fmt: skip
 
 
+F32, LOW, DLOW = ("weight_scale",), ("low", "B"), ("dlow", "A")  # what a case leaves out
+
+
+def dequantized(weight, weight_scale):
+    return weight if weight_scale is None else weight_scale[:, None] * weight
+
+
+def stored(leave_out=(), **values):
+    """A case for each form in which a weight is stored but f32."""
+    yield case(leave_out, **values, weight_dtype="i8")
+    yield case((*leave_out, *F32), **values, weight_dtype="f16")
+
+
 @oracle(
-    case(rows=37, d_out=45, d_in=33, x_stride=33, out_stride=45),
-    case(rows=130, d_out=132, d_in=20, x_stride=20, out_stride=132),
-    case(("residual",), rows=70, d_out=24, d_in=40, x_stride=48, x_start=8, out_stride=80, out_start=24, activation="softplus"),
-    case(rows=9, d_out=10, d_in=6, x_stride=8, x_start=1, out_stride=16, out_start=3, activation="softplus", scale=0.5),
-    case(("bias", "addend"), rows=1, d_out=70, d_in=128, x_stride=128, out_stride=70),
-    case(("bias", "residual", "addend"), rows=1, d_out=1, d_in=1, x_stride=1, out_stride=1),
-    *(case(rows=67, d_out=68, d_in=36, x_stride=36, out_stride=68, choices=t) for t in TILES),
-    case(rows=128, d_out=128, d_in=16, x_stride=16, out_stride=128, choices=LARGE),
-    case(rows=3, d_out=262_150, d_in=1, x_stride=1, out_stride=262_150, choices=TINY),  # a folded grid
+    case(F32, rows=37, d_out=45, d_in=33, x_stride=33, out_stride=45, rank=5),
+    case((*F32, *LOW), rows=130, d_out=132, d_in=20, x_stride=20, out_stride=132),
+    case(("residual", *F32), rows=70, d_out=24, d_in=40, x_stride=48, x_start=8, out_stride=80, out_start=24, activation="softplus", rank=8),
+    case((*F32, *LOW), rows=9, d_out=10, d_in=6, x_stride=8, x_start=1, out_stride=16, out_start=3, activation="softplus", scale=0.5),
+    case(("bias", *F32), rows=1, d_out=70, d_in=128, x_stride=128, out_stride=70, rank=70),
+    case(("bias", "residual", *F32, *LOW), rows=1, d_out=1, d_in=1, x_stride=1, out_stride=1),
+    *(case(F32, rows=67, d_out=68, d_in=36, x_stride=36, out_stride=68, rank=12, choices=t) for t in TILES),
+    case((*F32, *LOW), rows=128, d_out=128, d_in=16, x_stride=16, out_stride=128, choices=LARGE),
+    case((*F32, *LOW), rows=3, d_out=262_150, d_in=1, x_stride=1, out_stride=262_150, choices=TINY),  # a folded grid
+    *stored(rows=37, d_out=45, d_in=33, x_stride=33, out_stride=45, rank=5),
+    *stored(rows=70, d_out=24, d_in=40, x_stride=40, out_stride=24, rank=4),
 )  # fmt: skip
 def linear_forward(
-    x, weight, bias, residual, addend, out_stride, x_start, out_start, activation, scale
+    x,
+    weight,
+    weight_scale,
+    bias,
+    residual,
+    low,
+    B,
+    out_stride,
+    x_start,
+    out_start,
+    activation,
+    scale,
 ):
+    weight = dequantized(weight, weight_scale)
     d_out, d_in = weight.shape
-    y = scale * (x[:, x_start : x_start + d_in] @ weight.T)
-    for term in (bias, addend):
-        if term is not None:
-            y = y + term
+    y = x[:, x_start : x_start + d_in] @ weight.T
+    if low is not None:
+        y = y + low @ B.T
+    y = scale * y
+    if bias is not None:
+        y = y + bias
     if activation == "softplus":
         y = np.logaddexp(0, y)
     if residual is not None:
@@ -42,27 +71,24 @@ def linear_forward(
 
 
 @oracle(
-    case(rows=37, d_out=45, d_in=33, dout_stride=45, dx_stride=33),
-    case(rows=130, d_out=20, d_in=132, dout_stride=20, dx_stride=132),
-    case(
-        rows=70,
-        d_out=40,
-        d_in=24,
-        dout_stride=48,
-        dout_start=8,
-        dx_stride=80,
-        dx_start=24,
-        scale=2.5,
-    ),
-    case(rows=9, d_out=6, d_in=10, dout_stride=8, dout_start=1, dx_stride=16, dx_start=3),
-    case(rows=1, d_out=1, d_in=1, dout_stride=1, dx_stride=1),
-    *(case(rows=67, d_out=36, d_in=68, dout_stride=36, dx_stride=68, choices=t) for t in TILES),
-    case(rows=128, d_out=16, d_in=128, dout_stride=16, dx_stride=128, choices=LARGE),
-)
-def linear_backward_x(dout, weight, dx_stride, dout_start, dx_start, scale):
+    case((*F32, *DLOW), rows=37, d_out=45, d_in=33, dout_stride=45, dx_stride=33),
+    case(F32, rows=130, d_out=20, d_in=132, dout_stride=20, dx_stride=132, rank=8),
+    case((*F32, *DLOW), rows=70, d_out=40, d_in=24, dout_stride=48, dout_start=8, dx_stride=80, dx_start=24, scale=2.5),
+    case(F32, rows=9, d_out=6, d_in=10, dout_stride=8, dout_start=1, dx_stride=16, dx_start=3, rank=3),
+    case((*F32, *DLOW), rows=1, d_out=1, d_in=1, dout_stride=1, dx_stride=1),
+    *(case(F32, rows=67, d_out=36, d_in=68, dout_stride=36, dx_stride=68, rank=40, choices=t) for t in TILES),
+    case((*F32, *DLOW), rows=128, d_out=16, d_in=128, dout_stride=16, dx_stride=128, choices=LARGE),
+    *stored(rows=37, d_out=45, d_in=33, dout_stride=45, dx_stride=33, rank=5),
+    *stored(DLOW, rows=70, d_out=40, d_in=24, dout_stride=40, dx_stride=24),
+)  # fmt: skip
+def linear_backward_x(dout, weight, weight_scale, dlow, A, dx_stride, dout_start, dx_start, scale):
+    weight = dequantized(weight, weight_scale)
     d_out, d_in = weight.shape
+    product = dout[:, dout_start : dout_start + d_out] @ weight
+    if dlow is not None:
+        product = product + dlow @ A
     dx = np.full((len(dout), dx_stride), np.nan)
-    dx[:, dx_start : dx_start + d_in] = scale * dout[:, dout_start : dout_start + d_out] @ weight
+    dx[:, dx_start : dx_start + d_in] = scale * product
     return {"dx": dx}
 
 
@@ -82,19 +108,25 @@ def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
 
 
 @oracle(
-    case(rows=37, d_out=45, d_in=33, dout_stride=45, parts=2, part_stride=1280),
-    case(rows=24, d_out=70, d_in=40, dout_stride=80, dout_start=8, parts=3, part_stride=960, scale=2.5),
-    case(rows=3, d_out=6, d_in=10, dout_stride=8, dout_start=1, parts=4, part_stride=64),
-    *(case(rows=68, d_out=100, d_in=72, dout_stride=100, parts=3, part_stride=4928, choices=t) for t in TILES),
+    case((*F32, *DLOW), rows=37, d_out=45, d_in=33, dout_stride=45, parts=2, part_stride=1280),
+    case(F32, rows=24, d_out=70, d_in=40, dout_stride=80, dout_start=8, parts=3, part_stride=960, scale=2.5, rank=4),
+    case(F32, rows=3, d_out=6, d_in=10, dout_stride=8, dout_start=1, parts=4, part_stride=64, rank=5),
+    *(case((*F32, *DLOW), rows=68, d_out=100, d_in=72, dout_stride=100, parts=3, part_stride=4928, choices=t) for t in TILES),
+    *stored(rows=37, d_out=45, d_in=33, dout_stride=45, parts=2, part_stride=1280, rank=5),
 )  # fmt: skip
-def linear_backward_x_partial(dout, weight, dout_start, parts, part_stride, scale):
+def linear_backward_x_partial(
+    dout, weight, weight_scale, dlow, A, dout_start, parts, part_stride, scale
+):
+    weight = dequantized(weight, weight_scale)
     dout = dout[:, dout_start : dout_start + len(weight)]
     span = math.ceil(math.ceil(len(weight) / parts) / 32) * 32  # outputs of a part
     partials = np.full((parts, part_stride), np.nan)
     for p in range(parts):
         outputs = slice(p * span, (p + 1) * span)
-        product = scale * dout[:, outputs] @ weight[outputs]
-        partials[p, : product.size] = product.ravel()
+        product = dout[:, outputs] @ weight[outputs]
+        if dlow is not None and p == parts - 1:
+            product = product + dlow @ A
+        partials[p, : product.size] = scale * product.ravel()
     return {"dx_partials": partials}
 
 

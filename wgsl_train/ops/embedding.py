@@ -1,7 +1,10 @@
 """Looking tokens up in a table, which may lie in several pieces."""
 
-from ..kernel import Kernel, Target, Tensor, Values, elementwise, spread
+from collections.abc import Sequence
+
+from ..kernel import ITEMSIZE, Kernel, Target, Tensor, Values, elementwise, spread
 from ..plan import Plan
+from .linear import plan_backward_weight, plan_backward_x, plan_forward, stored_weight
 
 
 def _columns(v: Values) -> int:
@@ -10,13 +13,15 @@ def _columns(v: Values) -> int:
 
 FORWARD = Kernel(
     "embedding_forward",
-    reads={"tokens": "*rows", "weight": "piece_rows d_model"},
+    reads={"tokens": "*rows", "weight": "piece_rows d_model", "weight_scale?": "piece_rows"},
     writes={"out": "*rows d_model"},
-    options={"first_row": 0},
+    # weight_dtype: how it is stored; of i8, weight_scale holds the factors of rows
+    options={"first_row": 0, "scale": 1.0, "weight_dtype": "f32"},
     grid=elementwise(lambda v: v["rows"] * _columns(v)),
     vec4=lambda v: ("weight", "out") if v["d_model"] % 4 == 0 else (),
     u32=frozenset({"tokens"}),
-    traffic=lambda v: 8 * v["rows"] * v["d_model"],
+    stored=lambda v: {"weight": v["weight_dtype"]},
+    traffic=lambda v: (4 + ITEMSIZE[v["weight_dtype"]]) * v["rows"] * v["d_model"],
 )
 
 
@@ -48,24 +53,47 @@ def embedding(plan: Plan, tokens: Tensor, name: str) -> Tensor:
     """Row tokens[...] of the table that is the parameter `name`, for each token.
 
     tokens (batch, seqlen) u32, checked against the table by the caller; the table
-    (vocab_size, d_model) f32. Returns (batch, seqlen, d_model) f32.
+    (vocab_size, d_model). Returns (batch, seqlen, d_model) f32.
+
+    Where the plan's layout has an adapter of the table, scale B[tokens[...]] A is added.
     """
     pieces = plan.layout.pieces[name]
-    d_model = pieces[0][1].shape[1]
-    out = plan.tensor("embedding", (*tokens.shape, d_model))
-    for first_row, piece in pieces:
-        plan.dispatch(FORWARD, tokens=tokens, weight=piece, out=out, first_row=first_row)
+    adapters = [plan.layout.adapters.get(piece) for _, piece in pieces]
+    out = _look_up(plan, tokens, pieces, "embedding")
+    if adapters[0]:
+        A, scale = adapters[0].a, adapters[0].scale
+        B = [(first, of.b) for (first, _), of in zip(pieces, adapters, strict=True) if of]
+        # low and its gradient hold the scale, so that nothing else need be scaled
+        low = _look_up(plan, tokens, B, "embedding_low", scale)
+        plan_backward_x(plan, low, A, out)  # out += low A
 
     def backward() -> None:
-        for first_row, piece in pieces:
-            if dweight := plan.layout.grad(piece):
-                plan.dispatch(
-                    BACKWARD,
-                    dout=plan.grad(out),
-                    tokens=tokens,
-                    dweight=dweight,
-                    first_row=first_row,
-                )
+        dout = plan.grad(out)
+        _add_rows(plan, dout, tokens, pieces)
+        if adapters[0]:
+            if dA := plan.layout.grad(A):
+                plan_backward_weight(plan, low, dout, dA)
+            plan_forward(plan, dout, A, plan.grad(low), scale=scale)
+            _add_rows(plan, plan.grad(low), tokens, B)
 
     plan.tape(backward)
     return out
+
+
+Pieces = Sequence[tuple[int, Tensor]]
+
+
+def _look_up(plan: Plan, tokens: Tensor, pieces: Pieces, name: str, scale: float = 1.0) -> Tensor:
+    """Plan a new tensor: scale times the rows of a table."""
+    out = plan.tensor(name, (*tokens.shape, pieces[0][1].shape[1]))
+    for first_row, piece in pieces:
+        given = {**stored_weight(plan, piece), "first_row": first_row, "scale": scale}
+        plan.dispatch(FORWARD, tokens=tokens, out=out, **given)
+    return out
+
+
+def _add_rows(plan: Plan, dout: Tensor, tokens: Tensor, pieces: Pieces) -> None:
+    """Plan the gradient of a table, where it trains."""
+    for first_row, piece in pieces:
+        if dweight := plan.layout.grad(piece):
+            plan.dispatch(BACKWARD, dout=dout, tokens=tokens, dweight=dweight, first_row=first_row)

@@ -1,6 +1,7 @@
 """Matrix products: out = x Wᵀ + bias, and its gradients dx = dout W, dW = doutᵀ x.
 
-All are renderings of one template, shaders/include/matmul.wgsl. Inputs and outputs may be ranges
+A frozen W may be stored as f16, or as i8 with a factor a row. An adapter of W (LoRA) is a second,
+small product that is added in the same dispatch. All are renderings of one template, shaders/include/matmul.wgsl. Inputs and outputs may be ranges
 of columns of wider tensors (`Columns`), so that nothing is copied to split or join.
 """
 
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ShapeError
-from ..kernel import Grid, Kernel, Target, Tensor, Values, ceil_div, round_up, spread
-from ..plan import Plan
+from ..kernel import ITEMSIZE, Grid, Kernel, Target, Tensor, Values, ceil_div, round_up, spread
+from ..plan import Adapter, Plan
 from .sum_partials import partial, sum_partials
 
 Activation = Literal["none", "softplus"]
@@ -214,62 +215,98 @@ def _grid(m: str, n: str) -> Callable[[Values], Grid]:
 
 def _vec4(**bindings: tuple[str, ...]) -> Callable[[Values], list[str]]:
     """The bindings all of whose row lengths, first columns and widths divide by 4."""
-    return lambda v: [b for b, sizes in bindings.items() if all(v[s] % 4 == 0 for s in sizes)]
+    return lambda v: [
+        b for b, sizes in bindings.items() if all(v.get(s, 1) % 4 == 0 for s in sizes)
+    ]
 
 
 def _flops(v: Values) -> int:
     return int(2 * v["rows"] * v["d_out"] * v["d_in"])
 
 
+def _weight_bytes(v: Values) -> int:
+    return int(ITEMSIZE[v["weight_dtype"]] * v["d_out"] * v["d_in"])
+
+
+_STORED = {"weight_dtype": "f32"}  # how the weight is stored; of i8, weight_scale holds the factors
 _OUT = ("out_start", "out_stride", "d_out")
 _DOUT = ("dout_start", "dout_stride", "d_out")
 _X = ("x_start", "x_stride", "d_in")
+_RANK = ("rank",)
+
+_BACKWARD_READS = {
+    "dout": "*rows dout_stride",
+    "weight": "d_out d_in",
+    "weight_scale?": "d_out",
+    "dlow?": "*rows rank",
+    "A?": "rank d_in",
+}
+
+
+def _stored(v: Values) -> dict[str, Any]:
+    return {"weight": v["weight_dtype"]}
+
 
 FORWARD = Kernel(
     "linear_forward",
     reads={
         "x": "*rows x_stride",
         "weight": "d_out d_in",
+        "weight_scale?": "d_out",
         "bias?": "d_out",
         "residual?": "*rows d_out",
-        "addend?": "*rows d_out",  # like residual, but inside the activation
+        "low?": "*rows rank",
+        "B?": "d_out rank",
     },
     writes={"out": "*rows out_stride"},
-    options={"x_start": 0, "out_start": 0, "activation": "none", "scale": 1.0},
+    options={"x_start": 0, "out_start": 0, "activation": "none", "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_out", "d_in", packed="ab"),
     alternatives=_alternatives("ab"),
     grid=_grid("rows", "d_out"),
-    vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, addend=_OUT, out=_OUT),
+    vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, low=_RANK, B=_RANK, out=_OUT),
+    stored=_stored,
     flops=_flops,
-    traffic=lambda v: 4 * (v["rows"] * (v["d_in"] + v["d_out"]) + v["d_out"] * v["d_in"]),
+    traffic=lambda v: 4 * v["rows"] * (v["d_in"] + v["d_out"]) + _weight_bytes(v),
 )
 
 BACKWARD_X = Kernel(
     "linear_backward_x",
-    reads={"dout": "*rows dout_stride", "weight": "d_out d_in"},
+    reads=_BACKWARD_READS,
     adds={"dx": "*rows dx_stride"},
-    options={"dout_start": 0, "dx_start": 0, "scale": 1.0},
+    options={"dout_start": 0, "dx_start": 0, "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_in", "d_out"),
     alternatives=_alternatives("a"),
     grid=_grid("rows", "d_in"),
-    vec4=_vec4(dout=_DOUT, weight=("d_in",), dx=("dx_start", "dx_stride", "d_in")),
+    vec4=_vec4(
+        dout=_DOUT,
+        weight=("d_in",),
+        dlow=_RANK,
+        A=("d_in",),
+        dx=("dx_start", "dx_stride", "d_in"),
+    ),
+    stored=_stored,
     flops=_flops,
-    traffic=lambda v: 4 * (v["rows"] * (2 * v["d_in"] + v["d_out"]) + v["d_out"] * v["d_in"]),
+    traffic=lambda v: 4 * v["rows"] * (2 * v["d_in"] + v["d_out"]) + _weight_bytes(v),
 )
 
 BACKWARD_X_PARTIAL = Kernel(
     "linear_backward_x_partial",
-    reads={"dout": "*rows dout_stride", "weight": "d_out d_in"},
+    reads=_BACKWARD_READS,
     writes={"dx_partials": "parts part_stride"},
-    options={"dout_start": 0, "scale": 1.0},
+    options={"dout_start": 0, "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_in", "d_out"),
     alternatives=_alternatives("a"),
     grid=_grid("rows", "d_in"),
-    vec4=_vec4(dout=_DOUT, weight=("d_in",), dx_partials=("d_in", "part_stride")),
-    flops=_flops,
-    traffic=lambda v: (
-        4 * (v["rows"] * (v["parts"] * v["d_in"] + v["d_out"]) + v["d_out"] * v["d_in"])
+    vec4=_vec4(
+        dout=_DOUT,
+        weight=("d_in",),
+        dlow=_RANK,
+        A=("d_in",),
+        dx_partials=("d_in", "part_stride"),
     ),
+    stored=_stored,
+    flops=_flops,
+    traffic=lambda v: 4 * v["rows"] * (v["parts"] * v["d_in"] + v["d_out"]) + _weight_bytes(v),
 )
 
 BACKWARD_WEIGHT = Kernel(
@@ -321,23 +358,25 @@ def plan_forward(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: Activation = "none",
-    addend: Tensor | None = None,
+    low: Tensor | None = None,
+    B: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Plan out = activation(scale x weightᵀ + bias + addend) + residual; no backward.
+    """Plan out = activation(scale (x weightᵀ + low Bᵀ) + bias) + residual; no backward.
 
-    x (*, d_in), weight (d_out, d_in), bias (d_out), residual, addend and out (*, d_out). Raises
-    ShapeError where they do not fit.
+    x (*, d_in), weight (d_out, d_in), bias (d_out), residual and out (*, d_out); low (*, rank) and
+    B (d_out, rank), both or none. Raises ShapeError where they do not fit.
     """
     d_out, d_in = weight.shape
     x, out = _columns(x, d_in, "linear_forward: x"), _columns(out, d_out, "linear_forward: out")
     plan.dispatch(
         FORWARD,
         x=x.tensor,
-        weight=weight,
+        **stored_weight(plan, weight),
         bias=bias,
         residual=residual,
-        addend=addend,
+        low=low,
+        B=B,
         out=out.tensor,
         x_start=x.start,
         out_start=out.start,
@@ -346,17 +385,27 @@ def plan_forward(
     )
 
 
+def stored_weight(plan: Plan, weight: Tensor) -> dict[str, Any]:
+    """The bindings and options of a weight, however it is stored."""
+    scale = plan.layout.scales.get(weight)
+    return {"weight": weight, "weight_scale": scale, "weight_dtype": weight.dtype}
+
+
 def plan_backward_x(
     plan: Plan,
     dout: Tensor | Columns,
     weight: Tensor,
     dx: Tensor | Columns,
+    dlow: Tensor | None = None,
+    A: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Plan dx += scale dout weight; the first contribution to an activation's gradient overwrites.
+    """Plan dx += scale (dout weight + dlow A); the first contribution to an activation's gradient
+    overwrites.
 
-    dout (*, d_out), weight (d_out, d_in), dx (*, d_in). Raises ShapeError where they do not fit,
-    or where some columns of a gradient would be overwritten and the others left unwritten.
+    dout (*, d_out), weight (d_out, d_in), dx (*, d_in); dlow (*, rank) and A (rank, d_in), both or
+    none. Raises ShapeError where they do not fit, or where some columns of a gradient would be
+    overwritten and the others left unwritten.
     Where the tiles of dx are too few to fill the adapter the sum is split in parts.
     """
     d_out, d_in = weight.shape
@@ -364,26 +413,19 @@ def plan_backward_x(
     dx = _columns(dx, d_in, "linear_backward_x: dx")
     rows = dout.tensor.size // dout.tensor.shape[-1]
     parts = _parts(plan.target, rows, d_in, d_out, dispatch=2e-5)
+    given: dict[str, Any] = {
+        "dout": dout.tensor,
+        **stored_weight(plan, weight),
+        "dlow": dlow,
+        "A": A,
+        "dout_start": dout.start,
+        "scale": scale,
+    }
     if parts > 1 and dx.width == dx.tensor.shape[-1]:
-        plan.dispatch(
-            BACKWARD_X_PARTIAL,
-            dout=dout.tensor,
-            weight=weight,
-            dx_partials=partial(plan, dx.tensor, parts),
-            dout_start=dout.start,
-            scale=scale,
-        )
+        plan.dispatch(BACKWARD_X_PARTIAL, **given, dx_partials=partial(plan, dx.tensor, parts))
         sum_partials(plan)
         return
-    plan.dispatch(
-        BACKWARD_X,
-        dout=dout.tensor,
-        weight=weight,
-        dx=dx.tensor,
-        dout_start=dout.start,
-        dx_start=dx.start,
-        scale=scale,
-    )
+    plan.dispatch(BACKWARD_X, **given, dx=dx.tensor, dx_start=dx.start)
     first = "dx" not in plan.sections[plan.section][-1].accumulate
     if first and dx.width < dx.tensor.shape[-1]:
         raise ShapeError(
@@ -448,6 +490,33 @@ def _parts(target: Target, m: int, n: int, depth: int, dispatch: float = 0.0) ->
     return min(range(1, max(1, most) + 1), key=seconds)
 
 
+# An adapter's own part of a product: low = scale x Aᵀ and out += low Bᵀ. low and its gradient hold
+# the scale, so that nothing else need be scaled.
+
+
+def plan_low(plan: Plan, x: Tensor | Columns, adapter: Adapter, name: str) -> Tensor:
+    """Plan a new tensor low = scale x Aᵀ, (*, rank), of x (*, d_in)."""
+    shape = (x if isinstance(x, Tensor) else x.tensor).shape
+    low = plan.tensor(name, (*shape[:-1], adapter.a.shape[0]))
+    plan_forward(plan, x, adapter.a, low, scale=adapter.scale)
+    return low
+
+
+def plan_backward_b(plan: Plan, dout: Tensor | Columns, low: Tensor, adapter: Adapter) -> None:
+    """Plan B's gradient, and add to low's."""
+    if dB := plan.layout.grad(adapter.b):
+        plan_backward_weight(plan, dout, low, dB)
+    plan_backward_x(plan, dout, adapter.b, plan.grad(low), scale=adapter.scale)
+
+
+def plan_backward_a(plan: Plan, x: Tensor | Columns, low: Tensor, adapter: Adapter) -> Tensor:
+    """Plan A's gradient from low's, which is returned: times A it is a part of x's gradient."""
+    dlow = plan.grad(low)
+    if dA := plan.layout.grad(adapter.a):
+        plan_backward_weight(plan, dlow, x, dA)
+    return dlow
+
+
 def linear(
     plan: Plan,
     x: Tensor | Columns,
@@ -462,7 +531,7 @@ def linear(
     """activation(x weightᵀ + bias) + residual, and its backward.
 
     Where the plan's layout has an adapter of weight, scale (x Aᵀ) Bᵀ is added in front of the
-    activation (LoRA, Hu et al. 2021, arXiv:2106.09685).
+    bias (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
     Parameters
     ----------
@@ -481,14 +550,12 @@ def linear(
     x = _columns(x, d_in, "linear: x")
     if out is None:
         out = Columns(plan.tensor(name, (*x.tensor.shape[:-1], d_out)), 0, d_out)
-    adapter = plan.layout.adapters.get(weight.name)
-    low = added = None
+    adapter, low = plan.layout.adapters.get(weight), None
     if adapter:
-        low = plan.tensor(f"{name}_low", (*x.tensor.shape[:-1], adapter.a.shape[0]))
-        added = plan.tensor(f"{name}_added", (*x.tensor.shape[:-1], d_out))
-        plan_forward(plan, x, adapter.a, low, scale=adapter.scale)
-        plan_forward(plan, low, adapter.b, added)
-    plan_forward(plan, x, weight, out, bias, residual, activation, added)
+        low = plan_low(plan, x, adapter, f"{name}_low")
+    plan_forward(
+        plan, x, weight, out, bias, residual, activation, low, adapter.b if adapter else None
+    )
     if residual is not None:
         plan.share_grad(out.tensor, residual)
 
@@ -500,16 +567,11 @@ def linear(
             dweight = plan.tensor(f"unused_d{weight.name}", weight.shape)
         if dweight is not None:
             plan_backward_weight(plan, dout, x, dweight, dbias)
-        dx = Columns(plan.grad(x.tensor), x.start, x.width)
-        plan_backward_x(plan, dout, weight, dx)
+        dx, dlow = Columns(plan.grad(x.tensor), x.start, x.width), None
         if adapter and low:
-            # low and its gradient hold the scale, so that no product need be scaled again
-            if dB := plan.layout.grad(adapter.b):
-                plan_backward_weight(plan, dout, low, dB)
-            plan_backward_x(plan, dout, adapter.b, plan.grad(low), adapter.scale)
-            if dA := plan.layout.grad(adapter.a):
-                plan_backward_weight(plan, plan.grad(low), x, dA)
-            plan_backward_x(plan, plan.grad(low), adapter.a, dx)
+            plan_backward_b(plan, dout, low, adapter)
+            dlow = plan_backward_a(plan, x, low, adapter)
+        plan_backward_x(plan, dout, weight, dx, dlow, adapter.a if adapter else None)
 
     plan.tape(backward)
     return out.tensor
