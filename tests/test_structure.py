@@ -56,6 +56,7 @@ def workgroup_bytes(source: str) -> int:
         "vec4f": 16,
         "vec2f": 8,
         "vec2<f32>": 8,
+        "vec3f": 16,
     }
 
     def width(kind: str) -> int:

@@ -6,6 +6,10 @@
 // It defines finish(row, col, sum), sum of out_type: vec4f (neighbouring columns) or f32; and finish_row_sum(row, sum) where
 // row_sums is set. Rows and columns past the edge reach them. Where the kernel has a dim parts, the depth is dealt out to these,
 // and both take the part first; `more` is the last one's.
+// What a kernel may set besides. own, in a or b: it defines that side's load_a or load_b itself. until (WGSL): where the walk ends,
+// if before the depth's end. products: it makes so many products of these sizes, and defines begin(product, first_row), which is
+// called first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col,
+// k / per_fold), a vec4f for 4 neighbouring columns.
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
 $$ set seam = ceil_div(depth, tile_k) * tile_k
@@ -17,12 +21,13 @@ $$ if more
 $$ set from_k, to_k = "min(" ~ from_k ~ ", " ~ seam ~ "u)", "select(" ~ to_k ~ ", " ~ end ~ "u, wid.z == " ~ (parts - 1) ~ "u)"
 $$ endif
 $$ else
-$$ set part, from_k, to_k = "", "0u", end ~ "u"
+$$ set part, from_k, to_k = "", "0u", until if until is defined else end ~ "u"
 $$ endif
+$$ set sums = "s" if per_fold is defined else "c"
 {$ include "include/group_index.wgsl" $}
 
 $$ set pairs = [("a", a, depth), ("b", b, depth)] + ([("more_a", more.a, more.depth), ("more_b", more.b, more.depth)] if more else [])
-$$ for side, t, length in pairs
+$$ for side, t, length in pairs if t.own is not defined
 $$ set name, dtype, aligned = t.name, t.get("dtype", "f32"), t.name in vec4
 $$ if dtype != "f32"
 {$ include "include/stored.wgsl" $}
@@ -58,6 +63,17 @@ fn tile_index(group: u32) -> vec2u {
     let rest = group % {{ swizzle * tiles_n }}u;
     return vec2u(first + rest % height, rest / height);
 }
+
+$$ if products is defined
+$$ set tiles = tiles_m * tiles_n
+// The product of a workgroup, and its tile there: one past the edge for workgroups past the last product's.
+fn product_index(group: u32) -> u32 {
+    return min(group / {{ tiles }}u, {{ products - 1 }}u);
+}
+fn product_tile(group: u32) -> vec2u {
+    return tile_index(select({{ ceil_div(tiles_m, swizzle) * swizzle * tiles_n }}u, group % {{ tiles }}u, group < {{ products * tiles }}u));
+}
+$$ endif
 
 $$ if lanes == 0
 {$ include "include/matmul_staged.wgsl" $}

@@ -1,10 +1,18 @@
 // matmul.wgsl straight from storage, for CPUs, where loads cost by the element and workgroup memory is no nearer. A thread owns
 // thread_m rows; the columns are common to all. {{ lanes }} threads, a subgroup, share the loads of b and broadcast them.
 $$ set loads_b = thread_n // lanes
+{$ macro row_at(i) $}{{ "row0 + " ~ i ~ "u" }}{$ endmacro $}
+{$ macro col_at(g) $}{{ "col0 + " ~ 4 * g ~ "u" }}{$ endmacro $}
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) thread: u32) {
+$$ if products is defined
+    let product = product_index(group_index(wid, groups));
+    let tile = product_tile(group_index(wid, groups));
+    begin(product, tile.x * {{ tile_m }}u);
+$$ else
     let tile = tile_index(group_index(wid, groups));
+$$ endif
     let row0 = tile.x * {{ tile_m }}u + thread * {{ thread_m }}u;
     let col0 = tile.y * {{ tile_n }}u;
 $$ for f in range(loads_b)
@@ -13,6 +21,9 @@ $$ endfor
 $$ for i in range(thread_m)
 $$ for g in range(gn)
     var c{{ i }}_{{ g }} = vec4f();
+$$ if per_fold is defined
+    var s{{ i }}_{{ g }} = vec4f();
+$$ endif
 $$ endfor
 $$ endfor
 $$ if row_sums
@@ -59,10 +70,10 @@ $$ set q, e = i // 4, "." ~ "xyzw"[i % 4]
 $$ endfor
         }
 $$ endif
+{$ include "include/matmul_fold.wgsl" $}
     }
 $$ for i in range(thread_m)
 $$ for g in range(gn)
-$$ set row, col = "row0 + " ~ i ~ "u", "col0 + " ~ 4 * g ~ "u"
 {$ include "include/matmul_finish.wgsl" $}
 $$ endfor
 $$ endfor

@@ -8,6 +8,9 @@ $$ set packed_a, packed_b = a.along == "k" and packed in ("a", "ab"), b.along ==
 $$ set pitch = quads + 1
 $$ set quarter = tile_n // 4 * pitch + (quads - tile_n // 4 * pitch) % 8
 $$ set row_a, row_b = tile_m // 4, tile_n // 4
+// A thread's columns lie in groups of 4, a run of threads apart, and unless a is packed its rows too.
+{$ macro row_at(i) $}{{ "row0 + tm + " ~ i * threads_m ~ "u" if packed_a else "row0 + tm * 4u + " ~ (i // 4 * 4 * threads_m + i % 4) ~ "u" }}{$ endmacro $}
+{$ macro col_at(g) $}{{ "col0 + tn * 4u + " ~ g * 4 * threads_n ~ "u" }}{$ endmacro $}
 var<workgroup> tile_a: array<vec4f, {{ tile_m * pitch if packed_a else tile_k * row_a }}>;
 var<workgroup> tile_b: array<vec4f, {{ 4 * quarter if packed_b else tile_k * row_b }}>;
 
@@ -71,7 +74,13 @@ fn keep(block: u32, values: mat4x4f) {
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+$$ if products is defined
+    let product = product_index(group_index(wid, groups));
+    let tile = product_tile(group_index(wid, groups));
+    begin(product, tile.x * {{ tile_m }}u);
+$$ else
     let tile = tile_index(group_index(wid, groups));
+$$ endif
     let row0 = tile.x * {{ tile_m }}u;
     let col0 = tile.y * {{ tile_n }}u;
 $$ if warp_n
@@ -85,6 +94,9 @@ $$ endif
 $$ for i in range(thread_m)
 $$ for g in range(gn)
     var c{{ i }}_{{ g }} = vec4f();
+$$ if per_fold is defined
+    var s{{ i }}_{{ g }} = vec4f();
+$$ endif
 $$ endfor
 $$ endfor
 $$ if row_sums
@@ -150,12 +162,10 @@ $$ endfor
 $$ endfor
         }
 $$ endfor
+{$ include "include/matmul_fold.wgsl" $}
     }
-// A thread's columns lie in groups of 4, a run of threads apart, and unless a is packed its rows too.
 $$ for i in range(thread_m)
 $$ for g in range(gn)
-$$ set row = "row0 + tm + " ~ i * threads_m ~ "u" if packed_a else "row0 + tm * 4u + " ~ (i // 4 * 4 * threads_m + i % 4) ~ "u"
-$$ set col = "col0 + tn * 4u + " ~ g * 4 * threads_n ~ "u"
 {$ include "include/matmul_finish.wgsl" $}
 $$ endfor
 $$ endfor

@@ -1,0 +1,86 @@
+// What the kernels of the state-space dual share: the place of a head's chunk, its decays, and loads of four neighbours.
+// A row of xBC is [x | B | C]: n_heads of head_dim, then twice n_groups of d_state. A head's chunk has {{ planes }} planes of
+// dt_cum, each over its steps: delta (0 past the sequence's end), cum: the sum of delta A log2(e) up to and with the step, never
+// rising, and with documents the number of documents that began up to then. The kernel sets strict: whether a step's own input
+// is left out of what is left of inputs.
+$$ set ragged = seqlen % chunk > 0
+
+var<private> own_sequence: u32;
+var<private> own_chunk: u32;
+var<private> own_head: u32;
+var<private> own_group: u32;
+var<private> own_dt: u32; // where the head's chunk begins in dt_cum
+
+fn dt_index(head: u32) -> u32 {
+    return ((own_sequence * {{ chunks }}u + own_chunk) * {{ n_heads }}u + head) * {{ planes * chunk }}u;
+}
+
+// Step t of the own chunk as a row of all sequences; past the end the last one.
+fn row_of(t: u32) -> u32 {
+$$ if ragged
+    return own_sequence * {{ seqlen }}u + min(own_chunk * {{ chunk }}u + t, {{ seqlen - 1 }}u);
+$$ else
+    return own_sequence * {{ seqlen }}u + own_chunk * {{ chunk }}u + t;
+$$ endif
+}
+
+fn inside(t: u32) -> bool {
+    return {{ "t < " ~ chunk ~ "u" }}{{ " && own_chunk * " ~ chunk ~ "u + t < " ~ seqlen ~ "u" if ragged }};
+}
+
+$$ if "dt_cum" in bound
+fn dt_one(i: u32) -> f32 {
+    return dt_cum[i / 4u][i % 4u];
+}
+
+fn delta_at(dt: u32, t: u32) -> f32 {
+    return dt_one(dt + t);
+}
+
+fn delta_four(dt: u32, t: u32) -> vec4f {
+    return dt_cum[(dt + t) / 4u];
+}
+
+// What is left at step t of the state at the chunk's start.
+fn left_of_start(dt: u32, t: u32) -> f32 {
+    let left = exp2(dt_one(dt + {{ chunk }}u + t));
+    return {{ "select(0.0, left, dt_one(dt + " ~ 2 * chunk ~ "u + t) == 0.0)" if planes == 3 else "left" }};
+}
+
+// What is left at the chunk's end of step t's input.
+fn left_at_end(dt: u32, t: u32) -> f32 {
+    let left = exp2(min(dt_one(dt + {{ 2 * chunk - 1 }}u) - dt_one(dt + {{ chunk }}u + t), 0.0));
+    return {{ "select(0.0, left, dt_one(dt + " ~ 2 * chunk ~ "u + t) == dt_one(dt + " ~ (3 * chunk - 1) ~ "u))" if planes == 3 else "left" }};
+}
+
+// What is left at step t of the inputs of the four steps from s on; 0 for those after t{{ ", and t's own" if strict }}.
+fn left_of_four(dt: u32, t: u32, s: u32) -> vec4f {
+    let left = exp2(min(dt_one(dt + {{ chunk }}u + t) - dt_cum[(dt + {{ chunk }}u + s) / 4u], vec4f()));
+    let before = vec4u(s, s + 1u, s + 2u, s + 3u) {{ "<" if strict else "<=" }} vec4u(t);
+    return select(vec4f(), left, before{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + t)) == dt_cum[(dt + " ~ 2 * chunk ~ "u + s) / 4u])" if planes == 3 }});
+}
+
+// What is left at the four steps from t on of step s's input; 0 for those before s{{ ", and s itself" if strict }}.
+fn left_in_four(dt: u32, t: u32, s: u32) -> vec4f {
+    let left = exp2(min(dt_cum[(dt + {{ chunk }}u + t) / 4u] - dt_one(dt + {{ chunk }}u + s), vec4f()));
+    let after = vec4u(t, t + 1u, t + 2u, t + 3u) {{ ">" if strict else ">=" }} vec4u(s);
+    return select(vec4f(), left, after{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + s)) == dt_cum[(dt + " ~ 2 * chunk ~ "u + t) / 4u])" if planes == 3 }});
+}
+$$ endif
+
+$$ for array in ["xBC", "dy", "states", "dstates"] if array in bound
+// Four elements from i on, of which the first `count` are wanted; the others are 0.
+fn {{ array }}_four(i: u32, count: i32) -> vec4f {
+$$ if array in vec4
+    return select(vec4f(), {{ array }}[i / 4u], count > 0);
+$$ else
+    return select(vec4f(), vec4f({{ array }}[i], {{ array }}[i + 1u], {{ array }}[i + 2u], {{ array }}[i + 3u]), vec4i(count) > vec4i(0, 1, 2, 3));
+$$ endif
+}
+
+$$ endfor
+$$ if "xBC" in bound
+fn xBC_one(i: u32) -> f32 {
+    return {{ "xBC[i / 4u][i % 4u]" if "xBC" in vec4 else "xBC[i]" }};
+}
+$$ endif

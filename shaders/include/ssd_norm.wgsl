@@ -1,0 +1,22 @@
+// What the gated norm's kernels share. A column is {{ width }} neighbouring elements; a group has {{ columns }}.
+{$ include "include/group_index.wgsl" $}
+{$ include "include/pack.wgsl" $}
+
+// y with its skip
+fn whole_y(row: u32, c: u32) -> pack {
+    let head = row * n_heads + c / {{ d_inner // n_heads // width }}u;
+    return y[row * {{ d_inner // width }}u + c] + skip[head] * xBC[row * {{ d_xBC // width }}u + c];
+}
+
+fn z_at(row: u32, c: u32) -> pack {
+    return zxbcdt[row * {{ d_proj // width }}u + c];
+}
+
+// Logistic function; exp's argument is capped so that it never overflows.
+fn sigmoid(a: pack) -> pack {
+    return 1.0 / (1.0 + exp(min(-a, pack(80.0))));
+}
+
+fn silu(a: pack) -> pack {
+    return a * sigmoid(a);
+}

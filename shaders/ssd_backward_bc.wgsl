@@ -1,0 +1,81 @@
+// The columns of B and C of dxBC, both summed over the heads of a group: dC[t] = sum over s of dscores[t, s] B[s] + exp(cum[t]) states
+// dy[t]; dB[s] = sum over t of dscores[t, s] C[t] + exp(cum[last] - cum[s]) delta[s] dstates x[s]
+$$ set strict = false
+$$ set from_heads = ceil_div(chunk, tile_k) * tile_k
+$$ set per_head = ceil_div(head_dim, tile_k) * tile_k
+$$ set depth = from_heads + (n_heads // n_groups * per_head if "states" in bound else 0)
+$$ set lines_m, lines_n, more, row_sums = chunk, d_state, none, false
+$$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
+$$ set products = 2 * batch * chunks * n_groups
+$$ set out_type, width = ("vec4f", 4) if "dxBC" in vec4 else ("f32", 1)
+{$ include "include/ssd.wgsl" $}
+$$ set B_start, C_start = d_xBC - 2 * n_groups * d_state, d_xBC - n_groups * d_state
+
+var<private> of_B: bool; // whether the product is dB; the others are dC
+
+fn begin(product: u32, first_row: u32) {
+    of_B = product % 2u == 0u;
+    own_group = product / 2u % {{ n_groups }}u;
+    own_chunk = product / {{ 2 * n_groups }}u % chunks;
+    own_sequence = product / ({{ 2 * n_groups }}u * chunks);
+}
+
+fn score(t: u32, s: u32) -> f32 {
+    var sum = 0.0;
+$$ for part in range(splits)
+    sum += dscores[(((({{ part }}u * batch + own_sequence) * chunks + own_chunk) * {{ n_groups }}u + own_group) * chunk + t) * chunk + s];
+$$ endfor
+    return sum;
+}
+
+fn load_a(t: u32, k: u32) -> vec4f {
+    if (k < {{ from_heads }}u) {
+        let d = vec4u({$ for j in range(4) $}{{ "min(k + " ~ j ~ "u, chunk - 1u)" }}{{ ", " if j < 3 }}{$ endfor $});
+        let row = min(t, chunk - 1u);
+        var values: vec4f;
+        if (of_B) {
+            values = vec4f(score(d.x, row), score(d.y, row), score(d.z, row), score(d.w, row));
+        } else {
+            values = vec4f(score(row, d.x), score(row, d.y), score(row, d.z), score(row, d.w));
+        }
+        return select(vec4f(), values, k < chunk);
+    }
+$$ if "states" in bound
+    let p = (k - {{ from_heads }}u) % {{ per_head }}u;
+    let head = own_group * {{ n_heads // n_groups }}u + (k - {{ from_heads }}u) / {{ per_head }}u;
+    let dt = dt_index(head);
+    let count = {{ head_dim }} - i32(p);
+    if (of_B) {
+        return left_at_end(dt, t) * delta_at(dt, t) * xBC_four(row_of(t) * d_xBC + head * {{ head_dim }}u + p, count);
+    }
+    return left_of_start(dt, t) * dy_four((row_of(t) * n_heads + head) * {{ head_dim }}u + p, count);
+$$ else
+    return vec4f();
+$$ endif
+}
+
+fn load_b(n: u32, k: u32) -> vec4f {
+    let line = min(n, {{ d_state - 1 }}u);
+    if (k < {{ from_heads }}u) {
+        let column = select({{ B_start }}u, {{ C_start }}u, of_B) + own_group * {{ d_state }}u + line;
+        return vec4f({$ for j in range(4) $}{{ "xBC_one(row_of(k + " ~ j ~ "u) * d_xBC + column)" }}{{ ", " if j < 3 }}{$ endfor $});
+    }
+$$ if "states" in bound
+    let p = (k - {{ from_heads }}u) % {{ per_head }}u;
+    let head = own_group * {{ n_heads // n_groups }}u + (k - {{ from_heads }}u) / {{ per_head }}u;
+    let i = (((own_sequence * chunks + own_chunk) * n_heads + head) * {{ d_state }}u + line) * {{ head_dim }}u + p;
+    let count = {{ head_dim }} - i32(p);
+    if (of_B) { return dstates_four(i, count); }
+    return states_four(i, count);
+$$ else
+    return vec4f();
+$$ endif
+}
+
+{$ include "include/matmul.wgsl" $}
+
+fn finish(t: u32, n: u32, sum: {{ out_type }}) {
+    if (!inside(t) || n >= {{ d_state }}u) { return; }
+    let column = select({{ C_start }}u, {{ B_start }}u, of_B) + own_group * {{ d_state }}u + n;
+    dxBC[(row_of(t) * d_xBC + column) / {{ width }}u] = sum;
+}

@@ -1,0 +1,73 @@
+// out[t] = exp(cum[t]) C[t] states + sum over s < t of scores[t, s] exp(cum[t] - cum[s]) delta[s] x[s], states those at the chunk's
+// start; skip[t] = D + scores[t, t] delta[t]. With dy bound in reverse: out[s] = exp(cum[last] - cum[s]) B[s] states + sum over
+// t > s of scores[s, t] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end
+$$ set strict, reverse = true, "dy" in bound
+$$ set from_state = ceil_div(d_state, tile_k) * tile_k if "states" in bound else 0
+$$ set lines_m, lines_n, depth, more, row_sums = chunk, head_dim, from_state + chunk, none, false
+$$ set first_row = "min(tile.x * " ~ tile_m ~ "u, " ~ chunk ~ "u)"
+$$ set steps = chunk ~ "u - " ~ first_row if reverse else "min(" ~ first_row ~ " + " ~ tile_m ~ "u, " ~ chunk ~ "u)"
+$$ set until = from_state ~ "u + " ~ steps
+$$ set a, b = {"along": "k", "own": true}, {"along": "lines", "own": true}
+$$ set products = batch * chunks * n_heads
+$$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
+{$ include "include/ssd.wgsl" $}
+$$ set start = d_xBC - (2 if reverse else 1) * n_groups * d_state
+
+var<private> first_step: u32; // of those whose inputs are summed
+
+fn begin(product: u32, first_row: u32) {
+    own_head = product % n_heads;
+    own_group = own_head / {{ n_heads // n_groups }}u;
+    own_chunk = product / n_heads % chunks;
+    own_sequence = product / (n_heads * chunks);
+    own_dt = dt_index(own_head);
+    first_step = {{ "first_row" if reverse else "0u" }};
+}
+
+fn score_index(t: u32, s: u32) -> u32 {
+    return (((own_sequence * chunks + own_chunk) * n_groups + own_group) * chunk + t) * chunk + s;
+}
+
+fn load_a(t: u32, k: u32) -> vec4f {
+$$ if "states" in bound
+    if (k < {{ from_state }}u) {
+        let values = xBC_four(row_of(t) * d_xBC + {{ start }}u + own_group * {{ d_state }}u + k, {{ d_state }} - i32(k));
+        return {{ "left_at_end" if reverse else "left_of_start" }}(own_dt, t) * values;
+    }
+$$ endif
+    let s = first_step + k - {{ from_state }}u;
+$$ if reverse
+    return select(vec4f(), left_in_four(own_dt, s, t) * scores[score_index(t, s) / 4u], s < chunk);
+$$ else
+    return select(vec4f(), left_of_four(own_dt, t, s) * delta_four(own_dt, s) * scores[score_index(t, s) / 4u], s < chunk);
+$$ endif
+}
+
+fn load_b(p: u32, k: u32) -> vec4f {
+    let count = {{ head_dim }} - i32(p);
+$$ if "states" in bound
+    if (k < {{ from_state }}u) {
+        let i = ((((own_sequence * chunks + own_chunk) * n_heads + own_head) * {{ d_state }}u + k) * {{ head_dim }}u) + p;
+        return states_four(i, {{ "count" if from_state == d_state else "select(0, count, k < " ~ d_state ~ "u)" }});
+    }
+$$ endif
+    let s = first_step + k - {{ from_state }}u;
+$$ if reverse
+    return select(vec4f(), dy_four((row_of(s) * n_heads + own_head) * {{ head_dim }}u + p, count), inside(s));
+$$ else
+    return xBC_four(row_of(s) * d_xBC + own_head * {{ head_dim }}u + p, count);
+$$ endif
+}
+
+{$ include "include/matmul.wgsl" $}
+
+fn finish(t: u32, p: u32, sum: {{ out_type }}) {
+    if (!inside(t) || p >= {{ head_dim }}u) { return; }
+    out[(row_of(t) * out_stride + own_head * {{ head_dim }}u + p) / {{ width }}u] = sum;
+$$ if "skip" in bound
+    if (p == 0u) {
+        let score = scores[score_index(t, t) / 4u][t % 4u];
+        skip[row_of(t) * n_heads + own_head] = D[own_head] + score * delta_at(own_dt, t);
+    }
+$$ endif
+}

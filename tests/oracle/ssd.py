@@ -1,0 +1,406 @@
+import numpy as np
+
+from . import case, oracle, uniform
+
+LOG2_E = np.log2(np.e)
+
+
+def softplus(x):
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
+def sigmoid(x):
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def dims(batch=2, seqlen=9, n_heads=4, head_dim=5, d_state=6, n_groups=2, chunk=4, **more):
+    """Values of a case, the derived ones filled in."""
+    d_inner, chunks = n_heads * head_dim, -(-seqlen // chunk)
+    d_xBC = d_inner + 2 * n_groups * d_state
+    width = 4 if head_dim % 4 == 0 else 1
+    return {
+        "batch": batch,
+        "seqlen": seqlen,
+        "n_heads": n_heads,
+        "head_dim": head_dim,
+        "d_state": d_state,
+        "n_groups": n_groups,
+        "chunk": chunk,
+        "chunks": chunks,
+        "planes": 2,
+        "splits": 1,
+        "d_inner": d_inner,
+        "d_xBC": d_xBC,
+        "d_proj": d_inner + d_xBC + n_heads,
+        "d_states": d_state,
+        "d_heads": head_dim,
+        "blocks": -(-d_state * head_dim // width // 64),
+        "three": 3,
+        **more,
+    }
+
+
+PACKED = dims(batch=1, seqlen=70, n_heads=4, head_dim=8, d_state=12, n_groups=1, chunk=32)
+
+
+def into_chunks(rows, chunk):
+    """(batch, seqlen, ...) -> (batch, chunks, chunk, ...); past the end is the last row."""
+    batch, seqlen = rows.shape[:2]
+    chunks = -(-seqlen // chunk)
+    t = np.minimum(np.arange(chunks * chunk), seqlen - 1)
+    return rows[:, t].reshape(batch, chunks, chunk, *rows.shape[2:])
+
+
+def from_chunks(steps, seqlen):
+    """The inverse of `into_chunks`."""
+    batch, chunks, chunk = steps.shape[:3]
+    return steps.reshape(batch, chunks * chunk, *steps.shape[3:])[:, :seqlen]
+
+
+class Chunks:
+    """Operands by chunk: x, dy (batch, chunks, chunk, n_heads, head_dim), 0 past the end, B, C
+    (batch, chunks, chunk, n_heads, d_state), each head with its group's; decays."""
+
+    def __init__(self, xBC, dt_cum, d_state, head_dim, n_groups, dy=None):
+        self.batch, self.seqlen, _ = xBC.shape
+        n_heads, chunk = dt_cum.shape[2], dt_cum.shape[-1]
+        d_inner, per_group = n_heads * head_dim, n_heads // n_groups
+        x, B, C = np.split(into_chunks(xBC, chunk), [d_inner, d_inner + n_groups * d_state], -1)
+        shape = x.shape[:3]
+        t = np.arange(shape[1] * chunk).reshape(1, -1, chunk, 1, 1)
+        self.inside = np.broadcast_to(t < self.seqlen, (*shape, 1, 1))
+        self.x = x.reshape(*shape, n_heads, head_dim) * self.inside
+        self.B_groups, self.C_groups = (v.reshape(*shape, n_groups, d_state) for v in (B, C))
+        self.B, self.C = (np.repeat(v, per_group, 3) for v in (self.B_groups, self.C_groups))
+        if dy is not None:
+            self.dy = into_chunks(dy, chunk).reshape(self.x.shape) * self.inside
+        # (batch, chunks, n_heads, chunk)
+        self.delta, cum = dt_cum[..., 0, :], dt_cum[..., 1, :]
+        begun = dt_cum[..., 2, :] if dt_cum.shape[3] == 3 else np.zeros_like(cum)
+        self.left_of_start = np.exp2(cum) * (begun == 0)
+        self.left_at_end = np.exp2(cum[..., -1:] - cum) * (begun == begun[..., -1:])
+        self.left_of_chunk = self.left_of_start[..., -1]
+        # [t, s]: what is left at step t of step s's input; strictly: without t's own
+        difference = cum[..., :, None] - cum[..., None, :]
+        same = begun[..., :, None] == begun[..., None, :]
+        self.left = np.exp2(np.minimum(difference, 0)) * same * np.tri(chunk)
+        self.strictly = self.left * np.tri(chunk, k=-1)
+
+    def rows(self, steps):
+        """(batch, chunks, chunk, n_heads, head_dim) -> (batch, seqlen, d_inner)"""
+        return from_chunks(steps.reshape(*steps.shape[:3], -1), self.seqlen)
+
+
+def by_head(scores, n_heads):
+    """(batch, chunks, n_groups, chunk, chunk) -> one for each head"""
+    return np.repeat(scores, n_heads // scores.shape[2], 2)
+
+
+def dt_cum_draw(rng, shape, values):
+    batch, chunks, n_heads, planes, chunk = shape
+    delta = rng.uniform(0.05, 1, (batch, chunks * chunk, n_heads))
+    delta[:, values["seqlen"] :] = 0
+    delta = delta.reshape(batch, chunks, chunk, n_heads)
+    rate = -rng.uniform(0.1, 1, n_heads)
+    result = [delta, np.cumsum(delta * rate, 2)]
+    if planes == 3:
+        begun = rng.random(batch * chunks * chunk) < 0.1
+        begun = np.cumsum(begun.reshape(batch, chunks, chunk, 1), 2)
+        result.append(np.broadcast_to(begun, delta.shape))
+    return np.moveaxis(np.stack(result, 2), -1, 2)
+
+
+DRAW = {"dt_cum": dt_cum_draw}
+
+
+@oracle(
+    case(**dims(), leave_out=("documents",)),
+    case(**dims(seqlen=70, n_heads=3, chunk=32, planes=3, vocab_size=2)),
+    case(**dims(seqlen=3), limit=(0.5, 1.0), leave_out=("documents",)),
+    draw={"zxbcdt": uniform(-3, 3), "A_log": uniform(0, 5)},
+)
+def ssd_prepare(zxbcdt, dt_bias, A_log, documents, dt_cum, limit):
+    planes, chunk = dt_cum.shape[3:]
+    batch, seqlen, _ = zxbcdt.shape
+    delta = np.clip(softplus(zxbcdt[..., -len(A_log) :] + dt_bias), *limit)
+    inside = into_chunks(np.ones((batch, seqlen)), chunk)
+    inside.reshape(batch, -1)[:, seqlen:] = 0
+    delta = into_chunks(delta, chunk) * inside[..., None]
+    steps = np.maximum(-np.exp(A_log) * delta * LOG2_E, -127)
+    result = [delta, np.cumsum(steps, 2)]
+    if planes == 3:
+        first = np.zeros((batch, seqlen))
+        first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        begun = np.cumsum(into_chunks(first, chunk) * inside, 2)
+        result.append(np.broadcast_to(begun[..., None], delta.shape))
+    return {"dt_cum": np.moveaxis(np.stack(result, 2), -1, 2)}
+
+
+SCORES_CASES = (
+    case(**dims()),
+    case(**dims(d_state=7, chunk=8, seqlen=5), reverse=True),
+    case(**PACKED),
+)
+
+
+@oracle(*SCORES_CASES)
+def ssd_scores(xBC, scores, d_state, reverse):
+    chunk, n_groups = scores.shape[-1], scores.shape[2]
+    B, C = np.split(into_chunks(xBC[..., -2 * n_groups * d_state :], chunk), 2, -1)
+    shape = (*B.shape[:3], n_groups, d_state)
+    left, right = (B, C) if reverse else (C, B)
+    return {"scores": np.einsum("bctgn,bcsgn->bcgts", left.reshape(shape), right.reshape(shape))}
+
+
+@oracle(
+    case(**dims(), skip="last", leave_out=("dy",)),
+    case(**dims(planes=3), skip="first"),
+    case(**PACKED, skip="", leave_out=("dy",)),
+    case(**{**PACKED, "planes": 3}, skip="first"),
+    case(**dims(seqlen=12, d_state=130, n_heads=2, head_dim=68), skip="last", leave_out=("dy",)),
+    draw=DRAW,
+)
+def ssd_states(xBC, dt_cum, dy, states, n_groups, skip):
+    d_state, head_dim = states.shape[-2:]
+    c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
+    if dy is None:
+        made = np.einsum("bcht,bcthn,bcthp->bchnp", c.left_at_end * c.delta, c.B, c.x)
+    else:
+        made = np.einsum("bcht,bcthn,bcthp->bchnp", c.left_of_start, c.C, c.dy)
+    if skip:
+        made[:, 0 if skip == "first" else -1] = np.nan
+    return {"states": made}
+
+
+@oracle(
+    case(**dims(), leave_out=("starts", "state", "dots")),
+    case(**dims(seqlen=40, planes=3), leave_out=("starts", "dots")),
+    case(**dims(seqlen=40, planes=3), reverse=True, leave_out=("state",)),
+    case(**{**PACKED, "blocks": 1}, reverse=True, leave_out=("state",)),
+    case(**dims(seqlen=6, head_dim=12, d_state=30), reverse=True, leave_out=("state",)),
+    case(**dims(seqlen=3), leave_out=("starts", "dots")),
+    draw={"dt_cum": dt_cum_draw},
+)
+def ssd_combine(dt_cum, starts, states, state, dots, reverse):
+    cum = dt_cum[..., 1, -1]
+    decay = np.exp2(cum) * (dt_cum[..., 2, -1] == 0 if dt_cum.shape[3] == 3 else 1)
+    chunks = states.shape[1]
+    carry = np.zeros_like(states[:, 0]) if state is None else state
+    result = {"states": np.empty_like(states)}
+    if dots is not None:
+        result["dots"] = np.zeros_like(dots)
+    for k in reversed(range(chunks)) if reverse else range(chunks):
+        result["states"][:, k] = carry
+        if dots is not None and k + 1 < chunks:
+            product = (carry * starts[:, k + 1]).reshape(*carry.shape[:2], -1)
+            span = 64 * (4 if states.shape[-1] % 4 == 0 else 1)
+            for part in range(dots.shape[-1]):
+                result["dots"][:, k, :, part] = product[..., part * span : (part + 1) * span].sum(
+                    -1
+                )
+        carry = decay[:, k, :, None, None] * carry + states[:, k]
+    if state is not None:
+        result["state"] = carry
+    return result
+
+
+def output_case(base, leave_out=(), **options):
+    """Forward: the columns of y; in reverse (dy is bound) the first ones of dxBC."""
+    reverse = "dy" not in leave_out
+    stride = base["d_xBC"] if reverse else base["d_inner"]
+    unbound = (*leave_out, *(("D", "skip") if reverse else ()))
+    return case(**base, out_stride=stride, leave_out=unbound, **options)
+
+
+@oracle(
+    output_case(dims(), leave_out=("dy",)),
+    output_case(dims(planes=3)),
+    output_case(PACKED, leave_out=("dy",)),
+    output_case({**PACKED, "planes": 3}),
+    output_case({**PACKED, "planes": 3}, leave_out=("dy",)),
+    output_case(dims(seqlen=3), leave_out=("dy", "states")),
+    output_case(dims(seqlen=3), leave_out=("states",)),
+    output_case(dims(seqlen=130, chunk=128, head_dim=68, n_heads=2), leave_out=("dy",)),
+    output_case(dims(seqlen=300, chunk=256, head_dim=4, n_heads=1, n_groups=1, batch=1)),
+    output_case(
+        dims(seqlen=300, chunk=256, head_dim=4, n_heads=1, n_groups=1, batch=1),
+        leave_out=("dy",),
+    ),
+    draw=DRAW,
+)
+def ssd_output(xBC, dt_cum, scores, states, D, dy, out, skip, d_state, head_dim):
+    n_heads, n_groups = dt_cum.shape[2], scores.shape[2]
+    c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
+    scores = by_head(scores, n_heads)
+    if dy is None:
+        weights = scores * c.strictly * c.delta[..., None, :]
+        result = np.einsum("bchts,bcshp->bcthp", weights, c.x)
+        carried, vectors = c.left_of_start, c.C
+    else:
+        result = np.einsum("bchst,bchts,bcthp->bcshp", scores, c.strictly, c.dy)
+        carried, vectors = c.left_at_end, c.B
+    if states is not None:
+        result += np.einsum("bcht,bcthn,bchnp->bcthp", carried, vectors, states)
+    rows = c.rows(result)
+    if dy is not None:
+        left = np.full(out.shape, np.nan)
+        left[..., : rows.shape[-1]] = rows
+        return {"out": left}
+    own = np.einsum("bchtt,bcht->bcth", scores, c.delta)
+    return {"out": rows, "skip": from_chunks(own, c.seqlen) + D}
+
+
+def gated(y, xBC, zxbcdt, skip, eps, n_groups):
+    """y with its skip, z, y silu(z), and by group its inverse root mean square."""
+    batch, seqlen, d_inner = y.shape
+    x, z = xBC[..., :d_inner], zxbcdt[..., :d_inner]
+    y = y + np.repeat(skip, d_inner // skip.shape[-1], -1) * x
+    a = y * z * sigmoid(z)
+    grouped = a.reshape(batch, seqlen, n_groups, -1)
+    inv = 1 / np.sqrt(np.mean(grouped**2, -1) + eps)
+    return y, z, a, np.repeat(inv, d_inner // n_groups, -1)
+
+
+@oracle(
+    case(**dims(), eps=1e-2),
+    case(**PACKED, eps=1e-5),
+    case(**dims(n_heads=3, n_groups=3, head_dim=130), eps=1e-5),
+)
+def ssd_norm_forward(y, xBC, zxbcdt, skip, weight, eps, n_groups):
+    _, _, a, inv = gated(y, xBC, zxbcdt, skip, eps, n_groups)
+    return {"out": weight * a * inv}
+
+
+@oracle(
+    case(**dims(), eps=1e-2, rows_per_group=16, parts=2, stride=64),
+    case(**PACKED, eps=1e-5, rows_per_group=64, parts=2, stride=64),
+    case(
+        **dims(n_heads=24, n_groups=24, head_dim=12, d_state=2),
+        eps=1e-5,
+        rows_per_group=16,
+        parts=2,
+        stride=320,
+    ),
+    case(**PACKED, eps=1e-5, rows_per_group=16, leave_out=("weight_partials",)),
+)
+def ssd_norm_backward(
+    y, xBC, zxbcdt, skip, weight, dout, dzxbcdt, weight_partials, eps, n_groups, rows_per_group
+):
+    batch, seqlen, d_inner = y.shape
+    y, z, a, inv = gated(y, xBC, zxbcdt, skip, eps, n_groups)
+    products = (weight * dout * a).reshape(batch, seqlen, n_groups, -1)
+    mean = np.repeat(products.mean(-1), d_inner // n_groups, -1)
+    da = inv * (weight * dout - a * inv**2 * mean)
+    s = sigmoid(z)
+    left = np.full(dzxbcdt.shape, np.nan)
+    left[..., :d_inner] = da * y * s * (1 + z * (1 - s))
+    result = {"dout": da * z * s, "dzxbcdt": left}
+    if weight_partials is not None:
+        partials = np.full(weight_partials.shape, np.nan)
+        rows = (dout * a * inv).reshape(-1, d_inner)
+        for p in range(len(partials)):
+            partials[p, :d_inner] = rows[p * rows_per_group : (p + 1) * rows_per_group].sum(0)
+        result["weight_partials"] = partials
+    return result
+
+
+@oracle(
+    case(**dims()),
+    case(**dims(planes=3, head_dim=18, n_heads=6, n_groups=1, splits=3)),
+    case(**{**PACKED, "planes": 3, "splits": 2}),
+    draw=DRAW,
+)
+def ssd_backward_scores(xBC, dt_cum, dy, dscores, d_state, head_dim):
+    splits, n_groups, chunk = dscores.shape[0], dscores.shape[3], dscores.shape[-1]
+    c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
+    products = np.einsum("bcthp,bcshp->bchts", c.dy, c.x)
+    terms = products * c.left * c.delta[..., None, :]
+    terms = terms.reshape(*terms.shape[:2], n_groups, splits, -1, chunk, chunk).sum(4)
+    return {"dscores": np.moveaxis(terms, 3, 0)}
+
+
+@oracle(
+    case(**dims()),
+    case(**dims(planes=3, head_dim=18, n_heads=6, n_groups=1, splits=3)),
+    case(**{**PACKED, "planes": 3, "splits": 2}),
+    case(**dims(seqlen=3), leave_out=("states", "dstates")),
+    draw={
+        **DRAW,
+        # as ssd_backward_scores leaves them: nothing above the diagonal or past the end
+        "dscores": lambda rng, shape, values: (
+            rng.uniform(-1, 1, shape)
+            * np.tri(shape[-1])
+            * (np.arange(shape[2] * shape[-1]).reshape(-1, 1, shape[-1], 1) < values["seqlen"])
+        ),
+    },
+)
+def ssd_backward_bc(xBC, dt_cum, dy, dscores, states, dstates, dxBC, d_state, head_dim):
+    n_groups = dscores.shape[3]
+    c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
+    dscores = dscores.sum(0)
+    dC = np.einsum("bcgts,bcsgn->bctgn", dscores, c.B_groups)
+    dB = np.einsum("bcgts,bctgn->bcsgn", dscores, c.C_groups)
+    if states is not None:
+        by_group = (*dC.shape[:4], -1, d_state)
+        heads_C = np.einsum("bcht,bcthp,bchnp->bcthn", c.left_of_start, c.dy, states)
+        heads_B = np.einsum("bcht,bcthp,bchnp->bcthn", c.left_at_end * c.delta, c.x, dstates)
+        dC += heads_C.reshape(by_group).sum(4)
+        dB += heads_B.reshape(by_group).sum(4)
+    left = np.full(dxBC.shape, np.nan)
+    left[..., -2 * n_groups * d_state :] = np.concatenate([c.rows(dB), c.rows(dC)], -1)
+    return {"dxBC": left}
+
+
+@oracle(case(**dims()), case(**{**PACKED, "planes": 3}), draw=DRAW)
+def ssd_backward_rows(y, dy, xBC, dt_cum, skip, scores, dxBC, d_state, head_dim):
+    n_heads, n_groups, chunk = dt_cum.shape[2], scores.shape[2], dt_cum.shape[-1]
+    d_inner = n_heads * head_dim
+    c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
+    y, du = (into_chunks(v, chunk).reshape(c.x.shape) for v in (y, dxBC[..., :d_inner]))
+    skip, delta = into_chunks(skip, chunk), np.moveaxis(c.delta, -1, 2)
+    own = np.einsum("bchtt->bcth", by_head(scores, n_heads))
+    dx = delta[..., None] * du + skip[..., None] * c.dy
+    left = np.full(dxBC.shape, np.nan)
+    left[..., :d_inner] = c.rows(dx)
+    dy_y, x_du, x_dy = (v.sum(-1) for v in (c.dy * y, c.x * du, c.x * c.dy))
+    sums = np.stack([dy_y - delta * x_du, x_du + own * x_dy, x_dy], 2)
+    return {"dxBC": left, "sums": np.moveaxis(sums, -1, 2)}
+
+
+DT = {"parts": 6, "A_log_stride": 64, "D_stride": 64, "dt_bias_stride": 64}
+
+
+@oracle(
+    case(**dims(), **DT),
+    case(**dims(planes=3), **{**DT, "parts": 6}, limit=(0.3, 0.7)),
+    case(
+        **PACKED,
+        parts=3,
+        D_stride=64,
+        leave_out=("dots", "A_log_partials", "dt_bias_partials"),
+    ),
+    draw={"dt_cum": dt_cum_draw, "sums": uniform(-1, 1)},
+)
+def ssd_backward_dt(
+    sums, dt_cum, A_log, dots, dzxbcdt, A_log_partials, D_partials, dt_bias_partials, limit
+):
+    seqlen = dzxbcdt.shape[1]
+    delta, A = dt_cum[..., 0, :], -np.exp(A_log)[:, None]
+    dcum, ddelta, x_dy = np.moveaxis(sums, 3, 0)
+    carried = 0 if dots is None else dots.sum(-1)[..., None]
+    G = carried + np.cumsum(dcum[..., ::-1], -1)[..., ::-1]
+    slope = -np.expm1(-delta) * (delta > limit[0]) * (delta < limit[1])
+    ddt = (A * G + ddelta) * slope
+    left = np.full(dzxbcdt.shape, np.nan)
+    left[..., -len(A_log) :] = from_chunks(np.moveaxis(ddt, -1, 2), seqlen)
+    result = {"dzxbcdt": left}
+    totals = {
+        "A_log_partials": (A_log_partials, A * delta * G),
+        "D_partials": (D_partials, x_dy),
+        "dt_bias_partials": (dt_bias_partials, ddt),
+    }
+    for name, (partials, terms) in totals.items():
+        if partials is not None:
+            result[name] = np.full(partials.shape, np.nan)
+            result[name][:, : len(A_log)] = terms.sum(-1).reshape(-1, len(A_log))
+    return result

@@ -1,0 +1,162 @@
+import numpy as np
+import pytest
+
+from tests import finite_differences
+from tests.oracle import ssd as oracle
+
+EPS = 0.1
+
+
+class Dual:
+    """The op, composed of its kernels' oracles, over several chunks."""
+
+    def __init__(self, documents, limit, **sizes):
+        self.v = oracle.dims(**sizes)
+        self.documents, self.limit = documents, limit
+        v = self.v
+        self.score_shape = tuple(v[k] for k in ("batch", "chunks", "n_groups", "chunk", "chunk"))
+        self.states = np.zeros(
+            [v[k] for k in ("batch", "chunks", "n_heads", "d_state", "head_dim")]
+        )
+        planes = 2 if documents is None else 3
+        self.dt_cum = np.zeros((*self.states.shape[:3], planes, v["chunk"]))
+        self.sizes = {"d_state": v["d_state"], "head_dim": v["head_dim"]}
+        self.norm = {"eps": EPS, "n_groups": v["n_groups"]}
+
+    def forward(self, zxbcdt, xBC, dt_bias, A_log, D, weight):
+        """All tensors that the forward pass makes."""
+        v, sizes = self.v, self.sizes
+        given = {"xBC": xBC}
+        given |= oracle.ssd_prepare(zxbcdt, dt_bias, A_log, self.documents, self.dt_cum, self.limit)
+        scores = np.zeros(self.score_shape)
+        scores = oracle.ssd_scores(xBC, scores, v["d_state"], False)["scores"]
+        own = oracle.ssd_states(
+            **given, dy=None, states=self.states, n_groups=v["n_groups"], skip="last"
+        )
+        states = oracle.ssd_combine(given["dt_cum"], None, own["states"], None, None, False)
+        y = np.zeros((v["batch"], v["seqlen"], v["d_inner"]))
+        made = oracle.ssd_output(
+            **given, scores=scores, **states, D=D, dy=None, out=y, skip=None, **sizes
+        )
+        gated = {"y": made["out"], "xBC": xBC, "zxbcdt": zxbcdt, "skip": made["skip"]}
+        out = oracle.ssd_norm_forward(**gated, weight=weight, **self.norm)
+        return {**given, **states, "scores": scores, "gated": gated, **out}
+
+    def backward(self, dout, zxbcdt, xBC, dt_bias, A_log, D, weight):
+        v, sizes = self.v, self.sizes
+        saved = self.forward(zxbcdt, xBC, dt_bias, A_log, D, weight)
+        dt_cum, rows = saved["dt_cum"], v["batch"] * v["seqlen"]
+        norm = oracle.ssd_norm_backward(
+            **saved["gated"],
+            weight=weight,
+            dout=dout,
+            dzxbcdt=zxbcdt,
+            weight_partials=np.zeros((1, v["d_inner"])),
+            rows_per_group=rows,
+            **self.norm,
+        )
+        given = {"xBC": xBC, "dt_cum": dt_cum, "dy": norm["dout"]}
+        reverse = oracle.ssd_scores(xBC, np.zeros(self.score_shape), v["d_state"], True)["scores"]
+        own = oracle.ssd_states(**given, states=self.states, n_groups=v["n_groups"], skip="first")
+        dots = np.zeros((*self.states.shape[:3], v["blocks"]))
+        back = oracle.ssd_combine(dt_cum, saved["states"], own["states"], None, dots, True)
+        du = oracle.ssd_output(
+            **given, scores=reverse, states=back["states"], D=None, out=xBC, skip=None, **sizes
+        )["out"]
+        dscores = oracle.ssd_backward_scores(
+            **given, dscores=np.zeros((1, *self.score_shape)), **sizes
+        )
+        dBC = oracle.ssd_backward_bc(
+            **given, **dscores, states=saved["states"], dstates=back["states"], dxBC=xBC, **sizes
+        )["dxBC"]
+        made = oracle.ssd_backward_rows(
+            y=saved["gated"]["y"],
+            **given,
+            skip=saved["gated"]["skip"],
+            scores=saved["scores"],
+            dxBC=du,
+            **sizes,
+        )
+        partials = dict.fromkeys(
+            ("A_log_partials", "D_partials", "dt_bias_partials"),
+            np.zeros((v["batch"] * v["chunks"], v["n_heads"])),
+        )
+        dt = oracle.ssd_backward_dt(
+            sums=made["sums"],
+            dt_cum=dt_cum,
+            A_log=A_log,
+            dots=back["dots"],
+            dzxbcdt=zxbcdt,
+            limit=self.limit,
+            **partials,
+        )
+        sums = {k.removesuffix("_partials"): dt[k].sum(0) for k in partials}
+        return {
+            # the columns between are the convolution's
+            "zxbcdt": np.nan_to_num(norm["dzxbcdt"]) + np.nan_to_num(dt["dzxbcdt"]),
+            "xBC": np.nan_to_num(made["dxBC"]) + np.nan_to_num(dBC),
+            "weight": norm["weight_partials"][0],
+            **sums,
+        }
+
+
+@pytest.mark.parametrize("limit", [(0.0, np.inf), (0.4, 1.1)], ids=["free", "clamped"])
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
+def test_ssd(rng, limit, packed):
+    batch, seqlen = 2, 6
+    documents = np.cumsum(rng.random((batch, seqlen)) < 0.3, 1) if packed else None
+    dual = Dual(
+        documents, limit, batch=batch, seqlen=seqlen, n_heads=4, head_dim=2, d_state=3, n_groups=2
+    )
+    v = dual.v
+    arrays = {
+        "zxbcdt": rng.uniform(-1, 1, (batch, seqlen, v["d_proj"])),
+        "xBC": rng.uniform(-1, 1, (batch, seqlen, v["d_xBC"])),
+        "dt_bias": rng.uniform(-1, 1, v["n_heads"]),
+        "A_log": rng.uniform(-1, 1, v["n_heads"]),
+        "D": rng.uniform(-1, 1, v["n_heads"]),
+        "weight": rng.uniform(0.5, 1.5, v["d_inner"]),
+    }
+    dout = rng.uniform(-1, 1, (batch, seqlen, v["d_inner"]))
+    grads = dual.backward(dout, **arrays)
+    finite_differences.check(lambda **a: (dout * dual.forward(**a)["out"]).sum(), arrays, grads)
+    if np.isfinite(limit[1]):
+        dt = arrays["zxbcdt"][..., -v["n_heads"] :] + arrays["dt_bias"]
+        delta = oracle.softplus(dt)
+        outside = (delta <= limit[0]) | (delta >= limit[1])
+        assert outside.any()
+        assert not grads["zxbcdt"][..., -v["n_heads"] :][outside].any()
+
+
+def test_the_dual_is_the_recurrence(rng):
+    """Its forward pass, step by step, with documents."""
+    batch, seqlen = 2, 10
+    documents = np.cumsum(rng.random((batch, seqlen)) < 0.3, 1)
+    dual = Dual(
+        documents,
+        (0.0, np.inf),
+        batch=batch,
+        seqlen=seqlen,
+        n_heads=4,
+        head_dim=3,
+        d_state=5,
+        n_groups=2,
+    )
+    v = dual.v
+    zxbcdt = rng.uniform(-1, 1, (batch, seqlen, v["d_proj"]))
+    xBC = rng.uniform(-1, 1, (batch, seqlen, v["d_xBC"]))
+    dt_bias, A_log, D = rng.uniform(-1, 1, (3, v["n_heads"]))
+    saved = dual.forward(zxbcdt, xBC, dt_bias, A_log, D, np.ones(v["d_inner"]))
+    y, _, _, _ = oracle.gated(**saved["gated"], **dual.norm)
+    x, B, C = np.split(xBC, [v["d_inner"], v["d_inner"] + 10], -1)
+    x = x.reshape(batch, seqlen, 4, 3)
+    B, C = (np.repeat(m.reshape(batch, seqlen, 2, 5), 2, 2) for m in (B, C))
+    delta = oracle.softplus(zxbcdt[..., -4:] + dt_bias)
+    h = np.zeros((batch, 4, 5, 3))
+    for t in range(seqlen):
+        h *= np.exp(-np.exp(A_log) * delta[:, t])[..., None, None]
+        if t:
+            h *= (documents[:, t] == documents[:, t - 1])[:, None, None, None]
+        h += (delta[:, t, :, None] * B[:, t])[..., None] * x[:, t, :, None, :]
+        want = np.einsum("bhn,bhnp->bhp", C[:, t], h) + D[:, None] * x[:, t]
+        np.testing.assert_allclose(y[:, t], want.reshape(batch, -1), rtol=1e-10, atol=1e-12)

@@ -1,0 +1,502 @@
+"""The state-space dual of Mamba-2, with its skip, gate and norm, forward and backward.
+
+A head's state h (d_state, head_dim) decays by one number a step, so that steps can be summed by
+matrix products. The sequence is cut into chunks: inside a chunk an output is a masked product of
+scores C[t] B[s], between chunks the state at a chunk's start stands for all before it. All products
+are renderings of shaders/include/matmul.wgsl, many at once, whose operands are scaled by decays as
+they are loaded. In memory are a state a chunk and head, and the scores of a chunk and group; nothing
+of size seqlen x d_inner x d_state.
+
+The backward pass is the same in reverse: gradients of states go from the last chunk to the first,
+and du is to dy as y is to x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ShapeError
+from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise, spread
+from ..plan import Plan
+from .linear import direct, staged
+from .sum_partials import partial
+
+# Steps of a chunk, by kind of adapter: long ones cost more products inside, short ones more states
+CHUNK = {"portable": 64, "cpu": 32, "discrete": 128}
+MAX_CHUNK = 1024
+MAX_STATE = 1024
+_SPLITS = 4  # parts of a group's heads whose scores' gradients are summed apart, at most
+
+# (tile_m, tile_n, tile_k, thread_m, thread_n)
+_TILES = (
+    (128, 64, 16, 8, 8),
+    (64, 64, 32, 8, 8),
+    (64, 64, 32, 8, 4),
+    (64, 64, 32, 4, 4),
+    (64, 32, 32, 4, 4),
+    (32, 32, 32, 4, 4),
+    (16, 16, 16, 4, 4),
+)
+
+
+def _choose(m: str, n: str) -> Callable[[Target, Values], dict[str, Any]]:
+    """Tuning choices for many products (m, n): the largest tile that a product fills."""
+
+    def choose(target: Target, v: Values) -> dict[str, Any]:
+        if target.kind == "cpu":
+            width = 16 if v[n] > 8 and target.lanes == 8 else 8
+            return direct(4, width, lanes=8 if target.lanes == 8 else 1)
+        fitting = [t for t in _TILES if t[0] <= max(v[m], 16) and t[1] <= max(v[n], 16)]
+        return staged(*fitting[0])
+
+    return choose
+
+
+def _alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
+    if target.kind == "cpu":
+        lanes = 8 if target.lanes == 8 else 1
+        return [direct(m, n, lanes=lanes) for m in (4, 8) for n in (8, 16, 32)]
+    return [staged(*tile, prefetch=prefetch) for tile in _TILES for prefetch in (0, 1)]
+
+
+def _products(count: Callable[[Values], int], m: str, n: str) -> Callable[[Values], Grid]:
+    """The grid of `count` products (m, n)."""
+
+    def grid(v: Values) -> Grid:
+        tiles = ceil_div(v[m], v["tile_m"]) * ceil_div(v[n], v["tile_n"])
+        return spread(count(v) * tiles)
+
+    return grid
+
+
+def _packed(v: Values, *sizes: str) -> bool:
+    """Whether rows of these sizes, and of xBC, are whole vectors of 4."""
+    return all(v[size] % 4 == 0 for size in (*sizes, "d_xBC"))
+
+
+def _vec4(*always: str, **packed: tuple[str, ...]) -> Callable[[Values], list[str]]:
+    """The bindings that are vectors of 4: some always, others where all these sizes divide by 4."""
+    return lambda v: [*always, *(b for b, of in packed.items() if all(v[s] % 4 == 0 for s in of))]
+
+
+_DT_CUM = "batch chunks n_heads planes chunk"
+_STATES = "batch chunks n_heads d_state head_dim"
+_XBC = ("d_xBC", "d_state", "head_dim")
+
+
+def _chunk_heads(v: Values) -> int:
+    return int(v["batch"] * v["chunks"] * v["n_heads"])
+
+
+def _chunk_groups(v: Values) -> int:
+    return int(v["batch"] * v["chunks"] * v["n_groups"])
+
+
+PREPARE = Kernel(
+    "ssd_prepare",
+    reads={
+        "zxbcdt": "batch seqlen d_proj",
+        "dt_bias": "n_heads",
+        "A_log": "n_heads",
+        "documents?": "batch seqlen",
+    },
+    writes={"dt_cum": _DT_CUM},
+    options={"limit": (0.0, math.inf)},
+    choose=by_kind({"workgroup": 64}),
+    grid=elementwise(_chunk_heads, per_group=64),
+    u32=frozenset({"documents"}),
+    vec4=_vec4("dt_cum"),
+    traffic=lambda v: 4 * _chunk_heads(v) * v["chunk"] * (1 + v["planes"]),
+)
+
+SCORES = Kernel(
+    "ssd_scores",
+    reads={"xBC": "batch seqlen d_xBC"},
+    writes={"scores": "batch chunks n_groups chunk chunk"},
+    options={"d_state": 1, "reverse": False},
+    choose=_choose("chunk", "chunk"),
+    alternatives=_alternatives,
+    grid=_products(_chunk_groups, "chunk", "chunk"),
+    vec4=_vec4("scores", xBC=("d_xBC", "d_state")),
+    flops=lambda v: 2 * _chunk_groups(v) * v["chunk"] ** 2 * v["d_state"],
+    traffic=lambda v: 4 * _chunk_groups(v) * v["chunk"] * (v["chunk"] + 2 * v["d_state"]),
+)
+
+
+def _made(v: Values) -> int:
+    """States that ssd_states makes."""
+    return int(v["batch"] * (v["chunks"] - bool(v["skip"])) * v["n_heads"])
+
+
+STATES = Kernel(
+    "ssd_states",
+    reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy?": "batch seqlen d_inner"},
+    writes={"states": _STATES},
+    options={"n_groups": 1, "skip": ""},  # skip: "first" or "last" chunk, whose are not needed
+    choose=_choose("d_state", "head_dim"),
+    alternatives=_alternatives,
+    grid=_products(_made, "d_state", "head_dim"),
+    vec4=_vec4("dt_cum", xBC=_XBC, dy=("head_dim",), states=("head_dim",)),
+    flops=lambda v: 2 * _made(v) * v["chunk"] * v["d_state"] * v["head_dim"],
+)
+
+
+def _blocks(v: Values) -> int:
+    """Workgroups that share a head's state in ssd_combine."""
+    width = 4 if v["head_dim"] % 4 == 0 else 1
+    return ceil_div(v["d_state"] * v["head_dim"] // width, 64)
+
+
+COMBINE = Kernel(
+    "ssd_combine",
+    reads={"dt_cum": _DT_CUM, "starts?": _STATES},
+    writes={
+        "states": _STATES,
+        "state?": "batch n_heads d_state head_dim",
+        "dots?": "batch chunks n_heads blocks",
+    },
+    options={"reverse": False},
+    choose=by_kind({"workgroup": 64}),
+    grid=lambda v: spread(v["batch"] * v["n_heads"] * _blocks(v)),
+    vec4=_vec4(starts=("head_dim",), states=("head_dim",), state=("head_dim",)),
+)
+
+OUTPUT = Kernel(
+    "ssd_output",
+    reads={
+        "xBC": "batch seqlen d_xBC",
+        "dt_cum": _DT_CUM,
+        "scores": "batch chunks n_groups chunk chunk",
+        "states?": "batch chunks n_heads d_states d_heads",
+        "D?": "n_heads",
+        "dy?": "batch seqlen d_inner",
+    },
+    writes={"out": "batch seqlen out_stride", "skip?": "batch seqlen n_heads"},
+    options={"d_state": 1, "head_dim": 1},
+    choose=_choose("chunk", "head_dim"),
+    alternatives=_alternatives,
+    grid=_products(_chunk_heads, "chunk", "head_dim"),
+    vec4=_vec4(
+        "dt_cum",
+        "scores",
+        xBC=_XBC,
+        states=("head_dim",),
+        dy=("head_dim",),
+        out=("head_dim", "out_stride"),
+    ),
+    flops=lambda v: (
+        2 * _chunk_heads(v) * v["chunk"] * v["head_dim"] * (v["d_state"] + v["chunk"] // 2)
+    ),
+)
+
+NORM_FORWARD = Kernel(
+    "ssd_norm_forward",
+    reads={
+        "y": "batch seqlen d_inner",
+        "xBC": "batch seqlen d_xBC",
+        "zxbcdt": "batch seqlen d_proj",
+        "skip": "batch seqlen n_heads",
+        "weight": "d_inner",
+    },
+    writes={"out": "batch seqlen d_inner"},
+    options={"n_groups": 1, "head_dim": 1, "eps": 1e-5},
+    choose=by_kind({"workgroup": 256, "lanes": 32}, cpu={"workgroup": 64, "lanes": 1}),
+    alternatives=lambda target, v: [
+        {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (1, 16, 64)
+    ],
+    grid=lambda v: spread(
+        ceil_div(v["batch"] * v["seqlen"] * v["n_groups"], v["workgroup"] // v["lanes"])
+    ),
+    vec4=lambda v: (
+        ("y", "xBC", "zxbcdt", "weight", "out") if _packed(v, "head_dim", "d_proj") else ()
+    ),
+    traffic=lambda v: 16 * v["batch"] * v["seqlen"] * v["d_inner"],
+)
+
+NORM_BACKWARD = Kernel(
+    "ssd_norm_backward",
+    reads={
+        "y": "batch seqlen d_inner",
+        "xBC": "batch seqlen d_xBC",
+        "zxbcdt": "batch seqlen d_proj",
+        "skip": "batch seqlen n_heads",
+        "weight": "d_inner",
+    },
+    writes={
+        "dout": "batch seqlen d_inner",
+        "dzxbcdt": "batch seqlen d_proj",
+        "weight_partials?": "parts stride",
+    },
+    options={"n_groups": 1, "head_dim": 1, "eps": 1e-5, "rows_per_group": 16},
+    choose=by_kind({"workgroup": 256}, cpu={"workgroup": 64}),
+    alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in (64, 128, 192, 256)],
+    grid=lambda v: spread(ceil_div(v["batch"] * v["seqlen"], v["rows_per_group"])),
+    vec4=lambda v: (
+        ("y", "xBC", "zxbcdt", "weight", "dout", "dzxbcdt", "weight_partials")
+        if _packed(v, "head_dim", "d_proj")
+        else ()
+    ),
+    traffic=lambda v: 24 * v["batch"] * v["seqlen"] * v["d_inner"],
+)
+
+BACKWARD_SCORES = Kernel(
+    "ssd_backward_scores",
+    reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy": "batch seqlen d_inner"},
+    writes={"dscores": "splits batch chunks n_groups chunk chunk"},
+    options={"d_state": 1, "head_dim": 1},
+    choose=_choose("chunk", "chunk"),
+    alternatives=_alternatives,
+    grid=_products(lambda v: _chunk_groups(v) * v["splits"], "chunk", "chunk"),
+    vec4=_vec4("dt_cum", "dscores", xBC=_XBC, dy=("head_dim",)),
+    flops=lambda v: 2 * _chunk_heads(v) * v["chunk"] ** 2 * v["head_dim"],
+)
+
+BACKWARD_BC = Kernel(
+    "ssd_backward_bc",
+    reads={
+        "xBC": "batch seqlen d_xBC",
+        "dt_cum": _DT_CUM,
+        "dy": "batch seqlen d_inner",
+        "dscores": "splits batch chunks n_groups chunk chunk",
+        "states?": "batch chunks n_heads d_states d_heads",
+        "dstates?": "batch chunks n_heads d_states d_heads",
+    },
+    writes={"dxBC": "batch seqlen d_xBC"},
+    options={"d_state": 1, "head_dim": 1},
+    choose=_choose("chunk", "d_state"),
+    alternatives=_alternatives,
+    grid=_products(lambda v: 2 * _chunk_groups(v), "chunk", "d_state"),
+    vec4=_vec4(
+        "dt_cum",
+        xBC=_XBC,
+        dy=("head_dim",),
+        states=("head_dim",),
+        dstates=("head_dim",),
+        dxBC=_XBC,
+    ),
+    flops=lambda v: (
+        4 * _chunk_heads(v) * v["chunk"] * v["head_dim"] * v["d_state"]
+        + 4 * _chunk_groups(v) * v["chunk"] ** 2 * v["d_state"]
+    ),
+)
+
+BACKWARD_ROWS = Kernel(
+    "ssd_backward_rows",
+    reads={
+        "y": "batch seqlen d_inner",
+        "dy": "batch seqlen d_inner",
+        "xBC": "batch seqlen d_xBC",
+        "dt_cum": _DT_CUM,
+        "skip": "batch seqlen n_heads",
+        "scores": "batch chunks n_groups chunk chunk",
+    },
+    writes={"dxBC": "batch seqlen d_xBC", "sums": "batch chunks n_heads three chunk"},
+    options={"d_state": 1, "head_dim": 1},
+    choose=by_kind({"workgroup": 256, "lanes": 16}, cpu={"workgroup": 64, "lanes": 1}),
+    alternatives=lambda target, v: [
+        {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (4, 8, 16)
+    ],
+    grid=lambda v: spread(ceil_div(_chunk_heads(v) * v["chunk"], v["workgroup"] // v["lanes"])),
+    vec4=lambda v: (
+        "dt_cum",
+        *(("y", "dy", "xBC", "dxBC") if _packed(v, "head_dim") else ()),
+    ),
+    traffic=lambda v: 20 * v["batch"] * v["seqlen"] * v["d_inner"],
+)
+
+BACKWARD_DT = Kernel(
+    "ssd_backward_dt",
+    reads={
+        "sums": "batch chunks n_heads three chunk",
+        "dt_cum": _DT_CUM,
+        "A_log": "n_heads",
+        "dots?": "batch chunks n_heads blocks",
+    },
+    writes={
+        "dzxbcdt": "batch seqlen d_proj",
+        "A_log_partials?": "parts A_log_stride",
+        "D_partials?": "parts D_stride",
+        "dt_bias_partials?": "parts dt_bias_stride",
+    },
+    options={"limit": (0.0, math.inf)},
+    choose=by_kind({"workgroup": 64}),
+    grid=elementwise(_chunk_heads, per_group=64),
+    vec4=_vec4("sums", "dt_cum"),
+    traffic=lambda v: 4 * _chunk_heads(v) * v["chunk"] * (4 + v["planes"]),
+)
+
+
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit`."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+
+
+def ssd(
+    plan: Plan,
+    zxbcdt: Tensor,
+    xBC: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    norm_weight: Tensor,
+    *,
+    n_groups: int,
+    eps: float = 1e-5,
+    time_step_limit: tuple[float, float] = (0.0, math.inf),
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int | None = None,
+    name: str = "ssd",
+) -> Tensor:
+    """Scan each head through its state, add the skip, gate and normalise the result.
+
+    h[t] = exp(delta A) h[t-1] + delta B xᵀ,  y = C h + D x,  a = y silu(z),  result = weight a /
+    sqrt(mean(a²) + eps), the mean over a group's columns, where A = -exp(A_log) and delta =
+    clamp(softplus(dt + dt_bias), time_step_limit).
+
+    zxbcdt (batch, seqlen, d_proj) f32 holds [z | what the convolution reads | dt], of d_inner, d_xBC
+    and n_heads columns; xBC (batch, seqlen, d_inner + 2 n_groups d_state) holds [x | B | C]; dt_bias,
+    A_log, D (n_heads,), norm_weight (d_inner,). Neighbouring heads form n_groups groups with a B and
+    C each. Returns (batch, seqlen, d_inner).
+
+    The backward pass writes all of xBC's gradient, and the columns of z and dt of zxbcdt's. It adds
+    to those of the parameters that train.
+
+    documents   (batch, seqlen) u32: the state starts anew where a row's number changes
+    state       persistent (batch, n_heads, d_state, head_dim): the scan starts from it and leaves
+                its last state there; in inference only
+    chunk       steps of a chunk, a multiple of 4; by default what suits the adapter
+
+    Raises ShapeError where shapes do not fit. Source: Dao & Gu, "Transformers are SSMs" (2024),
+    section 6; mamba_ssm's Mamba2.
+    """
+    batch, seqlen, d_proj = zxbcdt.shape
+    (n_heads,), (d_inner,), d_xBC = A_log.shape, norm_weight.shape, xBC.shape[-1]
+    d_state = (d_xBC - d_inner) // (2 * n_groups)
+    if (
+        d_inner % n_heads
+        or n_heads % n_groups
+        or d_xBC != d_inner + 2 * n_groups * d_state
+        or d_proj != d_inner + d_xBC + n_heads
+    ):
+        raise ShapeError(
+            f"ssd: zxbcdt {zxbcdt.shape} and xBC {xBC.shape} do not fit d_inner = {d_inner}, "
+            f"n_heads = {n_heads}, n_groups = {n_groups}: d_inner must be a multiple of n_heads, "
+            "that of n_groups; xBC has d_inner + 2 n_groups d_state columns, zxbcdt d_inner + "
+            "n_heads more"
+        )
+    if not 1 <= d_state <= MAX_STATE:
+        raise ShapeError(f"ssd: d_state is {d_state}, must be 1 to {MAX_STATE:,}")
+    if state and plan.training:
+        raise ShapeError("ssd carries a state between calls in inference only")
+    kind = plan.target.kind
+    chunk = chunk or min(CHUNK.get(kind, CHUNK["portable"]), 1 << (seqlen - 1).bit_length())
+    chunk = max(chunk, 4)
+    if chunk % 4 or chunk > MAX_CHUNK:
+        raise ShapeError(f"ssd: chunk is {chunk}, must be a multiple of 4, at most {MAX_CHUNK:,}")
+    chunks, head_dim = ceil_div(seqlen, chunk), d_inner // n_heads
+    sizes = {"d_state": d_state, "head_dim": head_dim}
+    norm = {"n_groups": n_groups, "head_dim": head_dim, "eps": eps}
+    score_shape = (batch, chunks, n_groups, chunk, chunk)
+    state_shape = (batch, chunks, n_heads, d_state, head_dim)
+
+    dt_cum = plan.tensor(f"{name}.dt_cum", (batch, chunks, n_heads, 3 if documents else 2, chunk))
+    plan.dispatch(
+        PREPARE,
+        zxbcdt=zxbcdt,
+        dt_bias=dt_bias,
+        A_log=A_log,
+        documents=documents,
+        dt_cum=dt_cum,
+        limit=time_step_limit,
+    )
+    scores = plan.tensor(f"{name}.scores", score_shape)
+    plan.dispatch(SCORES, xBC=xBC, scores=scores, d_state=d_state)
+    states = None
+    if chunks > 1 or state:
+        states = plan.tensor(f"{name}.states", state_shape)
+        skip = "" if state else "last"
+        plan.dispatch(STATES, xBC=xBC, dt_cum=dt_cum, states=states, n_groups=n_groups, skip=skip)
+        plan.dispatch(COMBINE, dt_cum=dt_cum, states=states, state=state)
+    y = plan.tensor(f"{name}.y", (batch, seqlen, d_inner))
+    skips = plan.tensor(f"{name}.skip", (batch, seqlen, n_heads))
+    plan.dispatch(
+        OUTPUT,
+        xBC=xBC,
+        dt_cum=dt_cum,
+        scores=scores,
+        states=states,
+        D=D,
+        out=y,
+        skip=skips,
+        **sizes,
+    )
+    out = plan.tensor(name, (batch, seqlen, d_inner))
+    gated = {"y": y, "xBC": xBC, "zxbcdt": zxbcdt, "skip": skips, "weight": norm_weight}
+    plan.dispatch(NORM_FORWARD, **gated, out=out, **norm)
+
+    def backward() -> None:
+        rows_per_group = 64 if kind == "cpu" else 16
+        dy, dxBC, dzxbcdt = plan.grad(out), plan.grad(xBC), plan.grad(zxbcdt)
+        dweight = plan.layout.grad(norm_weight)
+        parts = ceil_div(batch * seqlen, rows_per_group)
+        plan.dispatch(
+            NORM_BACKWARD,
+            **gated,
+            dout=dy,
+            dzxbcdt=dzxbcdt,
+            weight_partials=dweight and partial(plan, dweight, parts),
+            rows_per_group=rows_per_group,
+            **norm,
+        )
+        given = {"xBC": xBC, "dt_cum": dt_cum, "dy": dy}
+        reverse = plan.tensor(f"{name}.reverse_scores", score_shape)
+        plan.dispatch(SCORES, xBC=xBC, scores=reverse, d_state=d_state, reverse=True)
+        dstates = dots = None
+        if states:
+            dstates = plan.tensor(f"{name}.dstates", state_shape)
+            plan.dispatch(STATES, **given, states=dstates, n_groups=n_groups, skip="first")
+            dots = plan.tensor(f"{name}.dots", (batch, chunks, n_heads, _blocks(sizes)))
+            plan.dispatch(
+                COMBINE, dt_cum=dt_cum, starts=states, states=dstates, dots=dots, reverse=True
+            )
+        plan.dispatch(OUTPUT, **given, scores=reverse, states=dstates, out=dxBC, **sizes)
+        splits = 1 if kind == "cpu" else _divisor(n_heads // n_groups, _SPLITS)
+        dscores = plan.tensor(f"{name}.dscores", (splits, *score_shape))
+        plan.dispatch(BACKWARD_SCORES, **given, dscores=dscores, **sizes)
+        plan.dispatch(
+            BACKWARD_BC,
+            **given,
+            dscores=dscores,
+            states=states,
+            dstates=dstates,
+            dxBC=dxBC,
+            **sizes,
+        )
+        sums = plan.tensor(f"{name}.sums", (batch, chunks, n_heads, 3, chunk))
+        plan.dispatch(
+            BACKWARD_ROWS, y=y, **given, skip=skips, scores=scores, dxBC=dxBC, sums=sums, **sizes
+        )
+        partials = {
+            f"{of}_partials": grad and partial(plan, grad, batch * chunks)
+            for of, grad in (
+                ("A_log", plan.layout.grad(A_log)),
+                ("D", plan.layout.grad(D)),
+                ("dt_bias", plan.layout.grad(dt_bias)),
+            )
+        }
+        plan.dispatch(
+            BACKWARD_DT,
+            sums=sums,
+            dt_cum=dt_cum,
+            A_log=A_log,
+            dots=dots,
+            dzxbcdt=dzxbcdt,
+            limit=time_step_limit,
+            **partials,
+        )
+
+    plan.tape(backward)
+    return out
