@@ -156,6 +156,21 @@ def mamba(c, w, p, n):
     return out, backward
 
 
+def mlp(c, w, p, n):
+    """The gated MLP on n = norm2(h), with weights under the prefix p; and its backward."""
+    up_gate, fc1_backward = w.linear(n, p + "mlp.fc1")
+    up, gate = up_gate[..., : c.d_ff], up_gate[..., c.d_ff :]
+    s = sigmoid(gate)
+    out, fc2_backward = w.linear(up * gate * s, p + "mlp.fc2")
+
+    def backward(dout):
+        d = fc2_backward(dout)
+        dgate = d * up * s * (1 + gate * (1 - s))
+        return fc1_backward(np.concatenate([d * gate * s, dgate], -1))
+
+    return out, backward
+
+
 MIXERS = {"mamba": mamba}  # by layer type
 
 
@@ -164,20 +179,18 @@ def loss_and_grads(config, weights, tokens, targets):
     w, tape = Weights(weights), []
     embeddings = "backbone.embeddings.weight"
 
-    def residual(h, norm, mixer):
-        n, norm_backward = w.rms_norm(h, norm, config.norm_eps)
-        out, backward = mixer(n)
+    def residual(h, norm, f, layer):
+        p = f"backbone.layers.{layer.owner}."
+        n, norm_backward = w.rms_norm(h, p + norm, config.norm_eps)
+        out, backward = f(layer.config, w, p, n)
         tape.append(lambda dh: dh + norm_backward(backward(dh)))
         return h + out
 
     h = w[embeddings][tokens]
     for layer in config.schedule:
-        p = f"backbone.layers.{layer.owner}."
-        h = residual(
-            h,
-            p + "norm.weight",
-            lambda n, p=p, layer=layer: MIXERS[layer.type](layer.config, w, p, n),
-        )
+        h = residual(h, "norm.weight", MIXERS[layer.type], layer)
+        if layer.config.mlp != "none":
+            h = residual(h, "norm2.weight", mlp, layer)
     nf, norm_f_backward = w.rms_norm(h, "backbone.norm_f.weight", config.norm_eps)
     head = "backbone.embeddings.weight" if config.tie_embeddings else "lm_head.weight"
     logits, head_backward = w.linear(nf, head)

@@ -165,7 +165,7 @@ def test_every_field_survives_the_round_trip():
     other = {
         "dt_rank": 9, "discretization": "zoh", "a_log_clamp": (-1.0, 1.0), "init": "memory_engine",
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "time_step_limit": (0.01, math.inf),
-        "layers": ("mamba", "mamba:d_state=9"),
+        "layers": ("mamba", "mamba:d_state=9"), "mlp": "swiglu", "d_ff": 100,
     }  # fmt: skip
     for f in fields(MambaConfig):
         if f.name in SIZES:

@@ -14,12 +14,15 @@ from wgsl_train.errors import ConfigError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
 from wgsl_train.models import language_model
+from wgsl_train.models.initialization import initialize
 from wgsl_train.plan import Layout
 
 SIZES = dict(vocab_size=37, d_model=20, d_state=5, dt_rank=3)
 STACKS = {
     "options": "mamba,mamba:d_state=3:d_conv=2,mamba:discretization=zoh:use_bias=true:expand=1",
     "shared": "mamba:share=a,mamba,mamba:share=a,mamba:d_state=4:share=b,mamba:d_state=4:share=b",
+    "mlp": "mamba:mlp=swiglu:d_ff=13,mamba,mamba:mlp=swiglu",
+    "shared_mlp": "mamba:mlp=swiglu:d_ff=24:share=a*2",
 }
 
 
@@ -113,6 +116,17 @@ def test_the_schedule_comes_back_equal(name):
         MambaConfig.from_hugging_face(theirs | {"layer": ["mamba"]})
 
 
+def test_an_mlp_makes_a_model_another_one():
+    c = MambaConfig(**SIZES, n_layer=2, mlp="swiglu")
+    theirs = c.to_hugging_face()
+    assert theirs["model_type"] == "wgsl_train_hybrid"
+    assert MambaConfig.from_hugging_face(theirs) == c
+    assert c.schedule[1].config.d_ff == c.d_ff == 64
+    assert MambaConfig(256, 768, 1).d_ff == 2048
+    off = config("mamba,mamba:mlp=none", mlp="swiglu")
+    assert [layer.config.mlp for layer in off.schedule] == ["swiglu", "none"]
+
+
 def test_a_schedule_of_plain_mamba_is_what_transformers_reads():
     plain = MambaConfig(**SIZES, n_layer=2)
     assert config("mamba*2") == plain
@@ -128,6 +142,23 @@ def test_save_and_load_keep_every_bit(device, tmp_path):
         assert again.config == model.config
         for key, array in model.state_dict().items():
             np.testing.assert_array_equal(again.state_dict()[key], array, key)
+
+
+def test_first_weights_of_an_mlp():
+    """As mamba_ssm: what adds to the residual is divided by the root of the number of additions."""
+    c = MambaConfig(vocab_size=37, d_model=48, layers="mamba:mlp=swiglu*2")
+    state = dict(initialize(c, 0))
+    layer = "backbone.layers.1."
+    for name, bound in (
+        ("mlp.fc1", 48**-0.5),
+        ("mlp.fc2", (128 * 4) ** -0.5),
+        ("mixer.out_proj", (96 * 4) ** -0.5),
+    ):
+        largest = np.abs(state[f"{layer}{name}.weight"]).max()
+        assert 0.95 * bound < largest <= bound, name
+    assert (state[layer + "norm2.weight"] == 1).all()
+    assert not wt.TrainConfig().decays(layer + "norm2.weight")
+    assert wt.TrainConfig().decays(layer + "mlp.fc2.weight")
 
 
 # Whole models

@@ -26,7 +26,7 @@ def lively(config, seed=0):
             weights[spec.name] = np.log(np.arange(1, spec.shape[1] + 1)) + rng.uniform(
                 -0.3, 0.3, spec.shape
             )
-        if spec.name.endswith((".D", "norm.weight", "norm_f.weight")):
+        if spec.name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
             weights[spec.name] = 1 + weights[spec.name]
     return {k: v.astype(np.float32) for k, v in weights.items()}
 

@@ -32,6 +32,7 @@ Face's MambaConfig after the slash where they differ.
     x_dbl           x_proj's output: dt, B and C side by side
     dt, delta       the step size before and after softplus         (`Δ` in [1] Section 3.2)
     y               the scan's output                               ([1] Algorithm 2)
+    d_ff            width of a gated MLP                            official: d_intermediate
     discretization  how A and B become discrete:                    ([1] Section 2, equation 4)
                     euler is delta * B, as the official kernels compute it;
                     zoh, zero-order hold, is (exp(delta * A) - 1) / A * B
@@ -63,7 +64,7 @@ VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers canno
 HYBRID = "wgsl_train_hybrid"  # and of those whose layers are not all plain Mamba
 
 # The table of layer types. Each is the module of its name in models/; listed are the fields of
-# MambaConfig that an entry of a schedule may set for its layer alone.
+# MambaConfig that an entry of a schedule may set for its layer alone, beside those of the MLP.
 LAYER_TYPES: dict[str, tuple[str, ...]] = {
     "mamba": (
         "d_state",
@@ -76,6 +77,7 @@ LAYER_TYPES: dict[str, tuple[str, ...]] = {
         "x_proj_bias",
     ),
 }
+_ANY_LAYER = ("mlp", "d_ff", "share")
 
 
 def _rule(
@@ -239,6 +241,8 @@ class MambaConfig(_Checked):
     head_dim                 Mamba-2: channels of a head
     n_groups                 Mamba-2: groups of heads, each with a B and a C of its own
     time_step_limit          Mamba-2: (low, high) that delta is clamped to; high may be infinite
+    mlp                      what follows each mixer: "none", or "swiglu", a gated MLP
+    d_ff                     width of the MLP; "auto" is 8/3 d_model, rounded up to a multiple of 64
     use_conv_bias            whether conv1d has a bias
     use_bias                 whether in_proj and out_proj have one
     x_proj_bias              whether x_proj has one
@@ -249,7 +253,8 @@ class MambaConfig(_Checked):
     pad_vocab_size_multiple  the table has vocab_size rounded up to a multiple of this
     init                     "official" or "memory_engine": distributions of the first weights
     initializer_range        official init: standard deviation of the embeddings
-    rescale_prenorm_residual official init: whether out_proj is divided by sqrt(n_layer)
+    rescale_prenorm_residual official init: whether out_proj and fc2 are divided by the square root
+                             of their number, which without MLPs is n_layer
     time_step_min            official init: delta starts log-uniform, from this on
     time_step_max            official init: up to this
     time_step_floor          official init: and no smaller than this
@@ -272,6 +277,8 @@ class MambaConfig(_Checked):
     head_dim: int = _rule(64, 1, 1 << 16)
     n_groups: int = _rule(1, 1, 1 << 16)
     time_step_limit: tuple[float, float] = _rule((0.0, math.inf), 0.0, math.inf)
+    mlp: Literal["none", "swiglu"] = _rule("none", among=("none", "swiglu"))
+    d_ff: int = _rule("auto", 1, 1 << 20)
     use_conv_bias: bool = True
     use_bias: bool = False
     x_proj_bias: bool = False
@@ -309,6 +316,8 @@ class MambaConfig(_Checked):
         object.__setattr__(self, "layers", pattern * (self.n_layer // len(pattern)))
         if self.dt_rank == "auto":  # type: ignore[comparison-overlap]
             object.__setattr__(self, "dt_rank", -(-self.d_model // 16))
+        if self.d_ff == "auto":  # type: ignore[comparison-overlap]
+            object.__setattr__(self, "d_ff", -(-8 * self.d_model // (3 * 64)) * 64)
         if self.time_step_min > self.time_step_max:
             self._refuse(
                 "time_step_min", self.time_step_min, f"at most time_step_max, {self.time_step_max}"
@@ -320,7 +329,7 @@ class MambaConfig(_Checked):
                 f"one that leaves the padded vocabulary at {1 << 20} or less",
             )
         if set(self.layers) != {"mamba"}:
-            _ = self.schedule  # which checks them
+            _ = self.schedule  # which checks the entries
 
     @functools.cached_property
     def schedule(self) -> tuple[Layer, ...]:
@@ -355,7 +364,7 @@ class MambaConfig(_Checked):
             if not (equals and name and value):
                 raise ConfigError(f"{where}: {text!r} is no option=value")
             options[name] = value
-        check_keys(options, [*LAYER_TYPES[kind], "share"], where)
+        check_keys(options, [*LAYER_TYPES[kind], *_ANY_LAYER], where)
         tag = options.pop("share", "")
         values = {name: _value(text) for name, text in options.items()}
         try:
@@ -365,8 +374,8 @@ class MambaConfig(_Checked):
 
     @property
     def plain(self) -> bool:
-        """Whether all layers are of one type, with no options of their own."""
-        return len(set(self.layers)) == 1 and self.layers[0] in LAYER_TYPES
+        """Whether all layers are Mamba's, with no options of their own, and no MLP."""
+        return set(self.layers) == {"mamba"} and self.mlp == "none"
 
     @property
     def d_inner(self) -> int:
@@ -426,10 +435,11 @@ class MambaConfig(_Checked):
             if getattr(self, name) != plain
         }
         extra: dict[str, Any] = dict(inexpressible)
+        default = MambaConfig(self.vocab_size, self.d_model, self.n_layer)
         extra |= {
             name: getattr(self, name)
-            for name, plain in _NO_KEY.items()
-            if getattr(self, name) != plain
+            for name in _NO_KEY
+            if getattr(self, name) != getattr(default, name)
         }
         if self.rescale_prenorm_residual:
             extra["rescale_prenorm_residual"] = True
@@ -552,13 +562,8 @@ _CHANGES_LOGITS = {
     "lm_head_bias": False,
 }
 
-# Fields without a counterpart that have no say in what Mamba-1 computes, and their defaults
-_NO_KEY = {
-    "init": "official",
-    "head_dim": 64,
-    "n_groups": 1,
-    "time_step_limit": (0.0, math.inf),
-}
+# Fields without a counterpart that have no say in what Mamba-1 computes
+_NO_KEY = ("init", "head_dim", "n_groups", "time_step_limit", "d_ff")
 
 _HUGGING_FACE = {
     "vocab_size": "vocab_size",

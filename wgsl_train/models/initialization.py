@@ -31,7 +31,7 @@ def initialize(config: MambaConfig, seed: int) -> Iterator[tuple[str, Array]]:
 def _common(name: str, shape: tuple[int, ...]) -> Array | None:
     if name.endswith(".A_log"):
         return np.broadcast_to(np.log(np.arange(1, shape[1] + 1)), shape)
-    if name.endswith((".D", "norm.weight", "norm_f.weight")):
+    if name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
         return np.ones(shape)
     return None
 
@@ -55,8 +55,8 @@ def _official(
         return rng.uniform(-bound, bound, shape)
     bound = math.prod(shape[1:]) ** -0.5
     weight = rng.uniform(-bound, bound, shape)
-    if name.endswith("out_proj.weight") and c.rescale_prenorm_residual:
-        weight /= math.sqrt(c.n_layer)
+    if name.endswith(("out_proj.weight", "fc2.weight")) and c.rescale_prenorm_residual:
+        weight /= math.sqrt(sum(1 + (layer.config.mlp != "none") for layer in c.schedule))
     return weight
 
 

@@ -15,6 +15,7 @@ from ..ops.embedding import embedding
 from ..ops.rms_norm import rms_norm
 from ..ops.sum_partials import sum_partials
 from ..plan import ParamSpec, Plan
+from .mlp import mlp, mlp_parameters
 
 EMBEDDING = "backbone.embeddings.weight"
 
@@ -49,6 +50,7 @@ def parameters(config: MambaConfig) -> list[ParamSpec]:
     for i, layer in enumerate(c.schedule):
         if layer.owner == i:
             specs += layer_type(layer.type).layer_parameters(layer.config, i)
+            specs += mlp_parameters(layer.config, i) if layer.config.mlp != "none" else []
     specs.append(ParamSpec("backbone.norm_f.weight", (c.d_model,), decay=False))
     if not c.tie_embeddings:
         specs.append(ParamSpec("lm_head.weight", (c.padded_vocab_size, c.d_model)))
@@ -75,7 +77,8 @@ def _layer(plan: Plan, layer: Layer, h: Tensor, i: int, state: Any = None) -> Te
     with plan.scope(f"layers.{i}"):
         if i % 2 == 0:  # one dispatch for two layers
             plan.tape(lambda: sum_partials(plan))
-        return layer_type(layer.type).block(plan, layer.config, h, layer.owner, state)
+        h = layer_type(layer.type).block(plan, layer.config, h, layer.owner, state)
+        return h if layer.config.mlp == "none" else mlp(plan, layer.config, h, layer.owner)
 
 
 def backbone(
