@@ -19,6 +19,7 @@ from wgsl_train.device import request_device, with_target
 from wgsl_train.errors import CheckpointError, DeviceError
 from wgsl_train.kernel import KERNELS, Target
 from wgsl_train.model import plan_step
+from wgsl_train.trial import TOLERANCE, deviation
 from wgsl_train.tune import tune
 
 RMS = "rms_norm_forward rows=18 d_model=8 eps=1e-05"  # of CONFIG and SHAPE
@@ -102,14 +103,18 @@ def test_noise_is_no_gain(device, monkeypatch):
     assert row.gain == 0
 
 
-@pytest.mark.gpu
 def test_wrong_results_are_seen():
     a = np.linspace(-1, 1, 12, dtype=np.float32)
-    assert tune_module._same([a], [a * (1 + 5e-5)])
-    for wrong in (np.nan, 0.0, 1e30):
+    a[3] = np.nan  # as far as it was left untouched by both
+    assert deviation(a, a).error == 0
+    assert deviation(a, a * (1 + 5e-5)).error <= TOLERANCE
+    for wrong in (np.nan, np.inf, 0.0, 1e30):
         b = a.copy()
         b[-1] = wrong
-        assert not tune_module._same([a], [b])
+        found = deviation(a, b)
+        assert found.error > TOLERANCE
+        assert (found.index, found.wanted) == ((11,), 1.0)
+    assert deviation(np.array([70000, 1], np.uint32), np.array([70001, 1], np.uint32)).error > 1
 
 
 @pytest.mark.gpu

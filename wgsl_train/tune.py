@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from .config import MambaConfig
 from .device import Device
-from .encoder import Buffers, Encoder
+from .encoder import Buffers
 from .errors import DeviceError, KernelCompileError, ShapeError
-from .kernel import Tensor, Values
+from .kernel import Target, Values
 from .model import plan_step
 from .models.language_model import parameters
-from .plan import Dispatch, Layout, Plan
+from .plan import Dispatch, Layout
 from .profile import warm_up
+from .trial import TOLERANCE, Trial, deviation
 
 Array = np.ndarray[Any, Any]
 
-TOLERANCE = 1e-4  # by which results may differ from the default's, relative to them and their rms
 LEAST_GAIN = 0.03  # part of the time that a choice must save to be kept: less is noise
 _ROUNDS = 5
 _HOPELESS = 2.0  # slower than the fastest by this factor in the first round: not measured again
@@ -53,34 +53,12 @@ class Tuned:
         return 1 - self.best / self.default
 
 
-class _Candidate:
-    """One dispatch, under some choices, with tensors of its own."""
+class _Candidate(Trial):
+    """A dispatch under some choices."""
 
-    def __init__(self, buffers: Buffers, like: Dispatch, target: Any, choices: Values) -> None:
+    def __init__(self, buffers: Buffers, like: Dispatch, target: Target, choices: Values) -> None:
+        super().__init__(buffers, like, replace(target, tuned={like.key: choices}))
         self.choices = choices
-        target = replace(target, tuned={like.key: choices})
-        plan = Plan(Layout([], target), target)
-        self.tensors = {
-            name: plan.persistent(f"tune.{name}", tensor.shape, tensor.dtype)
-            for name, tensor in like.tensors.items()
-        }
-        for name, tensor in self.tensors.items():
-            # a first contribution overwrites: the plan knows one by the tensor's kind
-            if like.kernel.bindings[name][1] == "adds" and name not in like.accumulate:
-                tensor.kind = "activation"
-        plan.dispatch(like.kernel, **self.tensors, **like.options)
-        self.encoder = Encoder(buffers, plan, share_memory=False)
-
-    def results(self, inputs: dict[str, Array]) -> list[Array]:
-        for name, array in inputs.items():
-            self.encoder.write(self.tensors[name], array)
-        self.encoder.run("forward")
-        (dispatch,) = self.encoder.plan.dispatches
-        return [self.encoder.read(tensor) for _, tensor in dispatch.bound("writes", "adds")]
-
-    def seconds(self) -> float:
-        (timing,) = self.encoder.time("forward", repeats=3)
-        return timing.seconds
 
 
 def tune(
@@ -123,7 +101,7 @@ def tune(
             yield _measure(device, group, target, choices)
 
 
-def _choices(d: Dispatch, target: Any) -> list[Values]:
+def _choices(d: Dispatch, target: Target) -> list[Values]:
     """The table's choices, as {}, then every alternative that differs from them."""
     found: list[Values] = [{}]
     for choices in d.kernel.alternatives(target, d.values):
@@ -132,30 +110,21 @@ def _choices(d: Dispatch, target: Any) -> list[Values]:
     return found
 
 
-def _inputs(tensors: dict[str, Tensor]) -> dict[str, Array]:
-    """Positive numbers, so that no kernel meets a root of a negative one; integers are 0."""
-    rng = np.random.default_rng(0)
-    return {
-        name: np.zeros(t.shape, np.uint32)
-        if t.dtype == "u32"
-        else rng.random(t.shape, np.float32) * np.float32(0.9) + np.float32(0.1)
-        for name, t in tensors.items()
-    }
-
-
 def _measure(
-    device: Device, group: Sequence[Dispatch], target: Any, choices: Sequence[Values]
+    device: Device, group: Sequence[Dispatch], target: Target, choices: Sequence[Values]
 ) -> Tuned:
     d, buffers = group[0], Buffers(device)
     try:
         default = _Candidate(buffers, d, target, choices[0])
-        inputs = _inputs(default.tensors)
-        wanted = default.results(inputs)
+        inputs = default.draw()
+        default.write(inputs)
+        wanted = default.results()
         candidates = [default]
         for choice in choices[1:]:
             try:
                 candidate = _Candidate(buffers, d, target, choice)
-                if _same(wanted, candidate.results(inputs)):
+                candidate.write(inputs)
+                if _same(wanted, candidate.results()):
                     candidates.append(candidate)
             except (KernelCompileError, ShapeError, DeviceError):
                 continue  # more than this adapter allows
@@ -185,11 +154,6 @@ def _measure(
     )
 
 
-def _same(wanted: Sequence[Array], got: Sequence[Array]) -> bool:
+def _same(wanted: Mapping[str, Array], got: Mapping[str, Array]) -> bool:
     """Whether results agree. What a kernel leaves untouched is the same input in both."""
-    for want, have in zip(wanted, got, strict=True):
-        scale = np.abs(want) + np.sqrt(np.mean(np.square(want, dtype=np.float64)))
-        error = np.abs(have.astype(np.float64) - want)
-        if not (error <= TOLERANCE * scale).all():
-            return False
-    return True
+    return all(deviation(wanted[name], got[name]).error <= TOLERANCE for name in wanted)
