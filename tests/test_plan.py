@@ -210,7 +210,7 @@ def render(tmp_path, monkeypatch):
     def rendered(**texts):
         for name, text in texts.items():
             (tmp_path / f"{name}.wgsl").write_text(text)
-        monkeypatch.setattr("wgsl_train.kernel._initial", Templates(tmp_path))
+        monkeypatch.setattr("wgsl_train.kernel.TEMPLATES", Templates(tmp_path))
         kernel = make(next(iter(texts)), reads=["x"], writes=["out"])
         return kernel.render({"n": 4}, {"n": 4}, ["x", "out"], [])
 

@@ -279,6 +279,13 @@ def train(
         bool,
         typer.Option("--write-through", help="The same as --train '*.x_proj.*' --max-delta 0.05."),
     ] = False,
+    hot_reload: Annotated[
+        bool,
+        typer.Option(
+            "--hot-reload",
+            help="Swap in shader templates that are edited meanwhile, if they compute the same.",
+        ),
+    ] = False,
     tokenizer: TokenizerOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -336,7 +343,7 @@ def train(
         if start:
             trainer.load(start)
             err.print(f"resuming   {start}")
-        _run(trainer, training, held_out, out_dir, stop_after)
+        _run(trainer, training, held_out, out_dir, stop_after, hot_reload)
 
 
 def _check_free(out_dir: Path, resume: bool) -> None:
@@ -551,7 +558,12 @@ class _Display:
 
 
 def _run(
-    trainer: Trainer, data: Dataset, held_out: Dataset | None, out_dir: Path, stop_after: int | None
+    trainer: Trainer,
+    data: Dataset,
+    held_out: Dataset | None,
+    out_dir: Path,
+    stop_after: int | None,
+    hot_reload: bool,
 ) -> None:
     total, first = trainer.total_steps(data), trainer.progress.step
     if first >= total or (stop_after and first >= stop_after):
@@ -566,6 +578,7 @@ def _run(
                 out=out_dir,
                 on_log=display.show,
                 should_stop=lambda: bool(caught) or trainer.progress.step == stop_after,
+                hot_reload=err.print if hot_reload else None,
             )
         err.print(f"saved      {out_dir}/checkpoint-{trainer.progress.step}")
     if caught:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ _NUMPY = {"f32": np.float32, "u32": np.uint32, "f16": np.float16, "i8": np.int8}
 _UPLOAD_CHUNK = 64 << 20  # bytes written between submits: staging memory is freed by a submit
 
 Array = np.ndarray[Any, Any]
+Item = tuple[Any, Any, int, int, int]  # pipeline, bind group, grid
+Program = dict[str, list[Item]]  # by section
 
 
 class Buffers:
@@ -185,7 +187,7 @@ def _explain(kernel: Kernel, rendered: Rendered, message: str) -> str:
     return "\n".join([f"{where}: {kernel.name} does not compile: {head}", *told])
 
 
-def _record(compute: Any, work: Iterable[tuple[Any, Any, int, int, int]]) -> None:
+def _record(compute: Any, work: Iterable[Item]) -> None:
     """Record (pipeline, bind group, grid) after another in a compute pass.
 
     By the C functions that wgpu-py's methods wrap: a third of their time, and a step has hundreds.
@@ -202,6 +204,12 @@ def _record(compute: Any, work: Iterable[tuple[Any, Any, int, int, int]]) -> Non
             last = pipeline
         set_bind_group(handle, 0, group._internal, 0, null)
         dispatch(handle, x, y, z)
+
+
+def _record_pass(commands: Any, work: Sequence[Item]) -> None:
+    compute = commands.begin_compute_pass()
+    _record(compute, work)
+    compute.end()
 
 
 @dataclass(frozen=True)
@@ -234,10 +242,8 @@ class Encoder:
         )
         for tensor, values in plan.constants.items():
             buffers.write(tensor, np.array(values, np.uint32))
-        self._program = {
-            section: [self._compile(d) for d in dispatches]
-            for section, dispatches in plan.sections.items()
-        }
+        self.program = self.compile()
+        self._captures: dict[Dispatch, list[tuple[Any, ...]]] = {}
         grads = [p.grads for p in plan.layout.trained_pages if p.grads in roots]
         self._clear_first = [*grads, *plan.clear_first]
 
@@ -247,7 +253,17 @@ class Encoder:
             return self._activations[self.memory.place[root]]
         return self.buffers.named(root)
 
-    def _compile(self, d: Dispatch) -> tuple[Any, Any, int, int, int]:
+    def compile(self) -> Program:
+        """The dispatches by section, by the templates in use; assign it to `program` to run by it.
+
+        Raises TemplateError, KernelCompileError.
+        """
+        return {
+            section: [self._compile(d) for d in dispatches]
+            for section, dispatches in self.plan.sections.items()
+        }
+
+    def _compile(self, d: Dispatch) -> Item:
         layout = self.buffers.layout(d.kernel, tuple(d.tensors))
         pipeline = self.buffers.pipeline(d.kernel, d.render(), layout)
         group = self.device.wgpu.create_bind_group(
@@ -299,10 +315,32 @@ class Encoder:
         if clear_grads and "forward" in sections:
             for tensor in self._clear_first:
                 commands.clear_buffer(self.buffers.named(tensor))
-        compute = commands.begin_compute_pass()
-        _record(compute, (item for section in sections for item in self._program[section]))
-        compute.end()
+        items = [item for section in sections for item in self.program[section]]
+        start = 0
+        if self._captures:
+            for i, d in enumerate(d for section in sections for d in self.plan.sections[section]):
+                if copies := self._captures.pop(d, None):
+                    _record_pass(commands, items[start:i])
+                    for copy in copies:
+                        commands.copy_buffer_to_buffer(*copy)
+                    start = i
+        _record_pass(commands, items[start:])
         return self.device.guard(commands.finish)
+
+    def capture(self, dispatch: Dispatch, to: Encoder, tensors: Mapping[str, Tensor]) -> None:
+        """Copy what a dispatch binds, just before it runs the next time, to another encoder's tensors.
+
+        tensors   by binding; of the shapes that the dispatch binds
+        """
+        copies = self._captures.setdefault(dispatch, [])
+        for name, tensor in tensors.items():
+            bound = dispatch.tensors[name]
+            source, target = self.buffer(bound), to.buffer(tensor)
+            copies.append((source, 4 * bound.start, target, 4 * tensor.start, 4 * bound.size))
+
+    def cancel_captures(self) -> None:
+        """Forget the captures that have not happened."""
+        self._captures.clear()
 
     def submit(self, commands: Any) -> None:
         """Hand encoded commands to the GPU, once. Returns before it is done."""
@@ -320,7 +358,7 @@ class Encoder:
         work = [
             (d, item)
             for section in sections
-            for d, item in zip(self.plan.sections[section], self._program[section], strict=True)
+            for d, item in zip(self.plan.sections[section], self.program[section], strict=True)
         ]
         samples: list[Sequence[float]] = []
         for _ in range(repeats):

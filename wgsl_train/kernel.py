@@ -193,21 +193,36 @@ class _Marks(Extension):
 _MARK = re.compile(r"/\*@([^*:]+):(\d+):(\d+)(=?)\*/")
 
 
+Stamps = dict[str, tuple[int, int]]  # time of change in ns, and bytes
+
+
+def stamps(folder: Path, pattern: str) -> Stamps:
+    """Those of the files in a folder, by their paths in it."""
+    found = {}
+    for path in sorted(folder.rglob(pattern)):
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            found[path.relative_to(folder).as_posix()] = stat.st_mtime_ns, stat.st_size
+    return found
+
+
 class Templates:
     """The shader templates of a folder as they are now, however its files change later.
 
     The dialect is Jinja's, with {{ }} for values, {$ $} and $$ lines for statements, and strict
     about names.
 
-    texts   by path in the folder, with "/"
+    stamps   of the files; see `stamps`
+    texts    by path in the folder, with "/"
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stamps = stamps(folder, "*.wgsl")
         self.texts: dict[str, str] = {}
-        for path in sorted(folder.rglob("*.wgsl")):
+        for name in self.stamps:
             with contextlib.suppress(OSError):  # an editor may just be replacing it
-                text = path.read_text("utf-8", errors="replace")
-                self.texts[path.relative_to(folder).as_posix()] = text
+                self.texts[name] = (folder / name).read_text("utf-8", errors="replace")
         self._environment = jinja2.Environment(
             loader=jinja2.FunctionLoader(self._load),
             extensions=[_Marks],
@@ -259,8 +274,8 @@ class Templates:
         return f"shaders/{name}:{line}:{column + 1}: {message}\n{text}\n{caret}"
 
 
-_initial = Templates(SHADER_DIR)
-_edited: dict[str, Templates] = {}  # by kernel, where `use_templates` replaced the initial ones
+TEMPLATES = Templates(SHADER_DIR)  # those of the start
+_edited: dict[str, Templates] = {}  # by kernel, where others are used
 
 
 def use_templates(templates: Templates, kernels: Iterable[str]) -> None:
@@ -431,20 +446,14 @@ class Kernel:
     @property
     def templates(self) -> Templates:
         """Those that it renders by."""
-        return _edited.get(self.name, _initial)
+        return _edited.get(self.name, TEMPLATES)
 
     def render(
-        self,
-        dims: Values,
-        values: Values,
-        bound: Iterable[str],
-        accumulate: Iterable[str],
-        templates: Templates | None = None,
+        self, dims: Values, values: Values, bound: Iterable[str], accumulate: Iterable[str]
     ) -> Rendered:
         """WGSL: generated constants and bindings, then the template's body.
 
         accumulate   the `adds` bindings that are added into; the others are overwritten
-        templates    by default those in use
 
         Raises TemplateError naming the template's file, line and column.
         """
@@ -463,12 +472,11 @@ class Kernel:
         def add(binding: str, index: str, value: str) -> str:
             return f"{binding}[{index}] {'+=' if binding in accumulate else '='} {value};"
 
-        templates = templates or self.templates
         origins: list[tuple[Span, ...]] = [
             (Span(1, f"{self.name} (generated)", i, 1, False),) for i in range(1, len(lines) + 1)
         ]
         given = {"bound": bound, "vec4": vec4, "accumulate": accumulate, "add": add}
-        for line in templates.render(f"{self.name}.wgsl", {**values, **given}).split("\n"):
+        for line in self.templates.render(f"{self.name}.wgsl", {**values, **given}).split("\n"):
             code, spans = _unmark(line)
             if code:
                 lines.append(code)

@@ -169,6 +169,15 @@ class Model:
         self._forwards: dict[tuple[int, ...], tuple[Encoder, Tensor, list[Tensor]]] = {}
         self._decoders: dict[tuple[int, int], tuple[Encoder, Tensor, Tensor | None]] = {}
 
+    @property
+    def encoders(self) -> list[Encoder]:
+        """All that was compiled so far; what trains comes first."""
+        steps = [step.encoder for step in self._steps.values()]
+        others = (*self._embedders.values(), *self._forwards.values(), *self._decoders.values())
+        return sorted(
+            [*steps, *(encoder for encoder, *_ in others)], key=lambda e: not e.plan.training
+        )
+
     def __repr__(self) -> str:
         return f"Model({self.config}, {self.n_params:,} parameters on {self.device})"
 

@@ -281,11 +281,11 @@ class Dispatch:
     accumulate: frozenset[str]
     grid: Grid
 
-    def render(self, templates: Templates | None = None) -> Rendered:
-        """Its source, by other templates than those in use if any are given."""
+    def render(self) -> Rendered:
+        """Its source, by the templates in use."""
         return _render(
             self.kernel,
-            templates or self.kernel.templates,
+            self.kernel.templates,
             tuple(self.dims.items()),
             tuple(self.values.items()),
             tuple(self.tensors),
@@ -330,13 +330,13 @@ class Dispatch:
 @functools.lru_cache(maxsize=4096)
 def _render(
     kernel: Kernel,
-    templates: Templates,
+    templates: Templates,  # by which it renders: a part of the cache's key
     dims: tuple[tuple[str, int], ...],
     values: tuple[tuple[str, Any], ...],
     bound: tuple[str, ...],
     accumulate: frozenset[str],
 ) -> Rendered:
-    return kernel.render(dict(dims), dict(values), bound, accumulate, templates)
+    return kernel.render(dict(dims), dict(values), bound, accumulate)
 
 
 class Plan:

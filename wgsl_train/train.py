@@ -27,6 +27,7 @@ from .models.lora import Lora
 from .ops.optimizer import HYPER, LOG, SCHEDULES, STATE, Optimizer
 from .plan import Layout
 from .profile import Profile, profile_step
+from .reload import HotReload
 from .tuned import check_table
 
 Array = np.ndarray[Any, Any]
@@ -344,6 +345,7 @@ class Trainer:
         on_step: Callable[[StepResult], None] | None = None,
         on_log: Callable[[dict[str, Any]], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        hot_reload: Callable[[str], None] | None = None,
     ) -> Progress:
         """Train until the configured number of steps or epochs is done.
 
@@ -352,6 +354,9 @@ class Trainer:
         on_step        called after each optimizer step; reading the result waits for the GPU
         on_log         called with each record that goes to metrics.jsonl
         should_stop    asked after each step; True saves and returns
+        hot_reload     called with what became of each edit of a shader template, which is swapped
+                       in between steps if it computes the same (`HotReload`); None: edits are
+                       not looked for
 
         Raises TrainingError after `max_skips` steps in a row without a finite gradient, DataError
         where a run that is resumed began on other data.
@@ -366,6 +371,7 @@ class Trainer:
         progress.data_tokens = len(dataset)
         unlogged: list[tuple[StepResult, int]] = []  # with their epochs
         clock, tokens, first = _Clock(), progress.tokens, progress.step + 1
+        reload = HotReload(self.model, hot_reload) if hot_reload else None
         with (
             _Metrics(Path(out) if out else None, on_log, progress.step) as metrics,
             Prefetcher(self._windows(dataset)) as windows,
@@ -376,9 +382,13 @@ class Trainer:
                 if progress.step >= total:
                     break
                 with clock.paused():  # a shape's first step compiles
-                    for batch in window:
-                        self._encoder(*batch.inputs.shape)
+                    encoders = [self._encoder(*batch.inputs.shape).encoder for batch in window]
+                    if reload:
+                        reload.before_step(encoders)
                 unlogged.append((self.step_batches(window, total), epoch))
+                if reload:
+                    with clock.paused():
+                        reload.after_step(progress.step)
                 progress.epoch, progress.batch = epoch, used
                 if on_step:
                     on_step(unlogged[-1][0])
