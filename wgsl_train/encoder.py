@@ -336,7 +336,7 @@ class Encoder:
         for name, tensor in tensors.items():
             bound = dispatch.tensors[name]
             source, target = self.buffer(bound), to.buffer(tensor)
-            copies.append((source, 4 * bound.start, target, 4 * tensor.start, 4 * bound.size))
+            copies.append((source, bound.first_byte, target, tensor.first_byte, bound.nbytes))
 
     def cancel_captures(self) -> None:
         """Forget the captures that have not happened."""

@@ -38,14 +38,17 @@ class Trial:
         self.encoder = Encoder(buffers, plan, share_memory=False)
 
     def draw(self) -> dict[str, Array]:
-        """Positive numbers, so that no kernel meets a root of a negative one; integers are 0."""
+        """Positive numbers, so that no kernel meets a root of a negative one; u32 are 0."""
         rng = np.random.default_rng(0)
-        return {
-            name: np.zeros(t.shape, np.uint32)
-            if t.dtype == "u32"
-            else rng.random(t.shape, np.float32) * np.float32(0.9) + np.float32(0.1)
-            for name, t in self.tensors.items()
-        }
+        arrays: dict[str, Array] = {}
+        for name, t in self.tensors.items():
+            if t.dtype == "u32":
+                arrays[name] = np.zeros(t.shape, np.uint32)
+            elif t.dtype == "i8":
+                arrays[name] = rng.integers(1, 128, t.shape)
+            else:
+                arrays[name] = rng.random(t.shape, np.float32) * np.float32(0.9) + np.float32(0.1)
+        return arrays
 
     def write(self, arrays: Mapping[str, Array]) -> None:
         for name, array in arrays.items():
