@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,14 +14,21 @@ from tests.oracle_model import loss_and_grads
 from tests.test_model import lively, relative
 from tests.test_train import assert_same, moments, pair
 from wgsl_train.config import LORA_TARGETS, MambaConfig, TrainConfig
-from wgsl_train.errors import CheckpointError, ConfigError
+from wgsl_train.device import with_target
+from wgsl_train.errors import CheckpointError, ConfigError, ShapeError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
 from wgsl_train.models import lora
 from wgsl_train.models.language_model import parameters
-from wgsl_train.plan import Layout
+from wgsl_train.ops.linear import linear
+from wgsl_train.plan import Layout, LowRank, ParamSpec, Plan
 
 CONFIG = MambaConfig(vocab_size=23, d_model=8, n_layer=2, d_state=4, d_conv=3, dt_rank=2)
+UNTIED = replace(CONFIG, tie_embeddings=False)
+ENGINE = MambaConfig.memory_engine(
+    vocab_size=23, d_model=8, n_layer=2, d_state=4, d_conv=3, dt_rank=2
+)
+ALL = ("embeddings", "in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "out_proj")
 IN_PROJ = "backbone.layers.1.mixer.in_proj"
 RANK, ALPHA = 3, 6.0
 
@@ -29,15 +37,15 @@ def settings(**train):
     return TrainConfig(**{"steps": 10, "lr": 1e-2, "lora_rank": RANK, "lora_alpha": ALPHA, **train})
 
 
-def base(device):
-    model = wt.Model(CONFIG, device)
-    model.load_state_dict(lively(CONFIG))
+def base(device, config=CONFIG):
+    model = wt.Model(config, device)
+    model.load_state_dict(lively(config))
     return model
 
 
-def trainer_of(device, spread=0.3, **train):
+def trainer_of(device, spread=0.3, config=CONFIG, **train):
     """A trainer of an adapter whose B is random, so that every path carries gradient."""
-    trainer = wt.Trainer(base(device), settings(**train))
+    trainer = wt.Trainer(base(device, config), settings(**train))
     rng = np.random.default_rng(5)
     for name, array in trainer.model.adapter_state().items():
         if name.endswith("lora_B.weight") and spread:
@@ -50,17 +58,19 @@ def merged(model):
     weights = {name: array.astype(np.float64) for name, array in model.state_dict().items()}
     added = model.adapter_state()
     for name, low in model.adapter.low_rank().items():
-        weights[name] += low.scale * added[low.b].astype(np.float64) @ added[low.a]
+        product = low.scale * added[low.b].astype(np.float64) @ added[low.a]
+        weights[name] += product.reshape(weights[name].shape)
     return weights
 
 
 def oracle_grads(model, tokens, targets):
     """By the chain rule, from the gradient G of the merged weight: s Bᵀ G and s G Aᵀ."""
-    loss, grads, logits = loss_and_grads(CONFIG, merged(model), tokens, targets)
+    loss, grads, logits = loss_and_grads(model.config, merged(model), tokens, targets)
     added, wanted = model.adapter_state(), {}
     for name, low in model.adapter.low_rank().items():
-        wanted[low.a] = low.scale * added[low.b].T @ grads[name]
-        wanted[low.b] = low.scale * grads[name] @ added[low.a].T
+        grad = grads[name].reshape(len(grads[name]), -1)
+        wanted[low.a] = low.scale * added[low.b].T @ grad
+        wanted[low.b] = low.scale * grad @ added[low.a].T
     return loss, wanted, logits
 
 
@@ -69,7 +79,7 @@ def oracle_grads(model, tokens, targets):
 
 def test_ranks_are_clamped_and_scaled_by_what_is_in_use():
     adapter = lora.Lora.of(CONFIG, settings())
-    assert adapter.layers == 2
+    assert adapter.summary(CONFIG) == "2 of 2 layers"
     assert len(adapter.ranks) == 8
     scales = {name: low.scale for name, low in adapter.low_rank().items()}
     assert adapter.ranks["backbone.layers.0.mixer.dt_proj"] == 2
@@ -78,13 +88,32 @@ def test_ranks_are_clamped_and_scaled_by_what_is_in_use():
     assert scales[f"{IN_PROJ}.weight"] == 2.0
     some = lora.Lora.of(CONFIG, settings(lora_targets=("x_proj",), lora_rank=100))
     assert set(some.ranks.values()) == {10}
+    small = lora.Lora.of(CONFIG, settings(lora_targets=("A_log", "conv1d", "embeddings")))
+    assert small.ranks["backbone.layers.0.mixer.conv1d"] == 3
+    assert small.summary(CONFIG) == "2 of 2 layers, embeddings"
+    assert lora.Lora.of(CONFIG, settings(lora_targets=("A_log",), lora_rank=9)).ranks == {
+        f"backbone.layers.{i}.mixer.A_log": 4 for i in range(2)
+    }
+    head = lora.Lora.of(UNTIED, settings(lora_targets=("lm_head",)))
+    assert head.summary(UNTIED) == "0 of 2 layers, lm_head"
+
+
+@pytest.mark.parametrize(
+    "config, targets, message",
+    [
+        (CONFIG, ("q_proj", "in_proj"), f"lora_targets is 'q_proj'; allowed .*: {', '.join(ALL)}$"),
+        (CONFIG, ("lm_head",), "lora_targets is 'lm_head'; .*; the head is tied to the embeddings"),
+        (UNTIED, ("D",), "lora_targets is 'D'; allowed .*, out_proj, lm_head$"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused(config, targets, message):  # C13
+    with pytest.raises(ConfigError, match=message):
+        lora.Lora.of(config, settings(lora_targets=targets))
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"lora_targets": ("q_proj", "in_proj")}, "lora_targets is 'q_proj'; allowed: in_proj, x_"),
-        ({"lora_targets": ("conv1d",)}, "lora_targets is 'conv1d'; allowed"),
         ({"lora_targets": ()}, "lora_targets"),
         ({"lora_rank": 0, "lora_targets": ("in_proj",)}, "lora_rank is 0"),
         ({"lora_rank": -1}, "lora_rank is -1"),
@@ -119,11 +148,22 @@ def test_a_new_adapter_changes_nothing(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("targets", [*((t,) for t in LORA_TARGETS), LORA_TARGETS], ids=str)
-def test_gradients_are_the_oracle_s(device, targets):  # C12, L1
-    trainer = trainer_of(device, lora_targets=targets)
+@pytest.mark.parametrize(
+    "config, targets",
+    [
+        *((CONFIG, (t,)) for t in ALL),
+        (CONFIG, LORA_TARGETS),
+        (UNTIED, ("lm_head",)),
+        (UNTIED, ("embeddings",)),
+        (UNTIED, (*ALL, "lm_head")),
+        (ENGINE, ALL),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, tuple) else value.init,
+)
+def test_gradients_are_the_oracle_s(device, config, targets):  # C12, L1
+    trainer = trainer_of(device, config=config, lora_targets=targets)
     model, (tokens, targets) = trainer.model, pair(ignored=3)
-    assert relative(model.logits(tokens), base(device).logits(tokens)) > 3e-5
+    assert relative(model.logits(tokens), base(device, config).logits(tokens)) > 3e-5
     model.step_encoder(2, 9, activation_checkpointing=False).encoder.poison()
     loss, grads = model.loss_and_grads(tokens, targets)
     want_loss, want, logits = oracle_grads(model, tokens, targets)
@@ -134,6 +174,25 @@ def test_gradients_are_the_oracle_s(device, targets):  # C12, L1
     assert max(worst.values()) <= 1e-4, worst
     again = model.loss_and_grads(tokens, targets, activation_checkpointing=True)
     assert_same(again[1], grads)
+
+
+@pytest.mark.gpu
+def test_tables_in_pieces_have_adapters_in_pieces(device):
+    """The same numbers where a binding holds but a part of a table."""
+    config = replace(UNTIED, vocab_size=600)
+    tokens, targets = np.random.default_rng(3).integers(0, 600, (2, 1, 3))
+    found = []
+    for adapter in (device, with_target(device, max_binding=8192, max_buffer=8192)):
+        model = trainer_of(adapter, config=config, lora_targets=("embeddings", "lm_head")).model
+        found.append((model.loss_and_grads(tokens, targets), model.adapter_state()))
+    for name in ("backbone.embeddings", "lm_head"):
+        pieces = [model.layout.pieces[f"{name}{end}"] for end in (".weight", ".lora_B.weight")]
+        assert len(pieces[0]) > 2
+        assert [first for first, _ in pieces[0]] == [first for first, _ in pieces[1]]
+    ((loss, grads), added), ((again, pieces), same) = found
+    assert_same(added, same)
+    assert again == pytest.approx(loss, rel=1e-6)
+    assert max(relative(pieces[name], grads[name]) for name in grads) <= 1e-6
 
 
 def test_the_oracle_s_gradients_are_derivatives(rng):
@@ -156,6 +215,19 @@ def test_the_oracle_s_gradients_are_derivatives(rng):
         slope += (low.scale * grads[name] @ added[low.a].T * direction[low.b]).sum()
     ends = [run({n: a + e * direction[n] for n, a in added.items()})[0] for e in (1e-6, -1e-6)]
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
+
+
+def test_an_adapter_that_acts_nowhere_is_an_error():  # C12
+    specs = [
+        ParamSpec("w", (4, 4), trainable=False),
+        ParamSpec("a", (2, 4)),
+        ParamSpec("b", (4, 2)),
+    ]
+    plan = Plan(Layout(specs, adapters={"w": LowRank("a", "b", 1.0)}))
+    with pytest.raises(ShapeError, match="the adapter of w acts on nothing"):
+        plan.check_adapters()
+    linear(plan, plan.persistent("x", (3, 4)), plan.param("w"))
+    plan.check_adapters()
 
 
 def test_no_gradient_of_a_whole_weight_is_planned():
@@ -195,7 +267,7 @@ def test_only_the_adapter_moves(device):
 
 @pytest.mark.gpu
 def test_merging_and_unmerging(device):  # C11
-    model, (tokens, _) = trainer_of(device).model, pair()
+    model, (tokens, _) = trainer_of(device, lora_targets=ALL).model, pair()
     logits, added = model.logits(tokens), model.adapter_state()
     model.merge_adapter()
     assert model.adapter is None
@@ -301,10 +373,11 @@ def test_an_adapter_of_peft_s(device, tmp_path):  # C11
         ({"lora_alpha": None}, None, "lora_alpha is None"),
         ({"r": "8"}, None, "r is '8'"),
         ({"r": 16}, None, "r is 16, but .*lora_A"),
-        ({}, lambda t: {}, "holds no tensor"),
+        ({}, lambda t: {}, "holds no adapter"),
         ({}, lambda t: dict(list(t.items())[:1]), "missing"),
         ({}, lambda t: {k.replace(".1.", ".7."): a for k, a in t.items()}, r"layers\.7\.*.* 0 to 1"),
-        ({}, lambda t: {k.replace("in_proj", "conv1d"): a for k, a in t.items()}, "in_proj, x_proj"),
+        ({}, lambda t: {k.replace("in_proj", "q_proj"): a for k, a in t.items()}, "with embeddings, in_"),
+        ({}, lambda t: {k.replace("in_proj", "norm"): a for k, a in t.items()}, "with embeddings, in_"),
         ({}, lambda t: {k: a[:, :4].copy() for k, a in t.items()}, "the configuration makes it"),
     ],
 )  # fmt: skip
@@ -312,6 +385,61 @@ def test_adapters_that_do_not_fit(tmp_path, config, tensors, message):
     foreign(tmp_path, config, tensors)
     with pytest.raises(CheckpointError, match=message):
         lora.load(tmp_path, CONFIG)
+
+
+def of_embeddings(tensors):
+    """An adapter of the embeddings, with the table itself, as PEFT may write it."""
+    rng = np.random.default_rng(0)
+    shapes = {"lora_embedding_A": (8, 23), "lora_embedding_B": (8, 8), "base_layer.weight": (23, 8)}
+    made = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    made["base_layer.weight"] = lively(CONFIG)["backbone.embeddings.weight"]
+    return {f"base_model.model.backbone.embeddings.{name}": a for name, a in made.items()}
+
+
+@pytest.mark.gpu
+def test_an_adapter_of_tied_embeddings_must_be_the_head_s_too(device, tmp_path):
+    foreign(tmp_path, tensors=of_embeddings)
+    model, (tokens, _) = base(device), pair()
+    with pytest.raises(CheckpointError, match="to the embeddings and not to the head"):
+        model.load_adapter(tmp_path)
+    both = {"target_modules": ["embeddings", "lm_head"], "ensure_weight_tying": True}
+    foreign(tmp_path, both, of_embeddings)
+    model.load_adapter(tmp_path)
+    made = of_embeddings({})
+    a, b = (made[f"base_model.model.backbone.embeddings.lora_embedding_{x}"].T for x in "BA")
+    weights = lively(CONFIG)
+    weights["backbone.embeddings.weight"] = weights["backbone.embeddings.weight"] + 0.5 * b @ a
+    _, _, logits = loss_and_grads(CONFIG, weights, tokens, pair()[1])
+    assert relative(model.logits(tokens), logits) <= 1e-5
+    for other in (np.zeros((23, 8)), np.zeros((24, 8))):
+        table = {"base_model.model.backbone.embeddings.base_layer.weight": other}
+        foreign(tmp_path, both, lambda t: of_embeddings(t) | table)  # noqa: B023
+        with pytest.raises(CheckpointError, match="is not that of this base model"):
+            model.load_adapter(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config, targets", [(CONFIG, ALL), (UNTIED, ("A_log", "lm_head"))])
+def test_files_of_every_target(device, tmp_path, config, targets):
+    model = trainer_of(device, config=config, lora_targets=targets).model
+    model.save_adapter(tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert written["target_parameters"] == ["mixer.A_log"]
+    tied = ["lm_head"] if "embeddings" in targets else []
+    assert written["target_modules"] == sorted(set(targets) - {"A_log"}) + tied
+    assert written.get("ensure_weight_tying", False) == bool(tied)
+    shapes = {k: a.shape for k, a in load_file(tmp_path / "adapter_model.safetensors").items()}
+    mixer = "base_model.model.backbone.layers.1.mixer"
+    assert shapes[f"{mixer}.lora_A.weight"] == (RANK, 4)  # A_log's
+    if "embeddings" in targets:
+        table = "base_model.model.backbone.embeddings.lora_embedding_"
+        assert (shapes[f"{table}A"], shapes[f"{table}B"]) == ((RANK, 23), (8, RANK))
+        assert shapes[f"{mixer}.base_layer.in_proj.lora_B.weight"] == (32, RANK)
+        assert shapes[f"{mixer}.base_layer.conv1d.lora_A.weight"] == (3, 3)
+    other = base(device, config)
+    other.load_adapter(tmp_path)
+    assert other.adapter == model.adapter
+    assert_same(other.adapter_state(), model.adapter_state())
 
 
 @pytest.mark.gpu

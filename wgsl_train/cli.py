@@ -462,7 +462,7 @@ def _description(
     saved = f", {8 * (n - owned):,} fewer than for all" if n > owned else ""
     yield (
         "trained    "
-        + (f"adapted {adapter.layers} of {model.n_layer} layers, " if adapter else "")
+        + (f"adapted {adapter.summary(model)}, " if adapter else "")
         + f"{trainable:,} trainable of {n:,} ({trainable / n:.2%}); optimizer state "
         f"{8 * owned:,} bytes{saved}"
     )

@@ -644,7 +644,8 @@ class TrainConfig(_Checked):
     train                    only weights whose name matches such a pattern train; by default all
     lora_rank                train a low-rank adapter of this rank, and nothing else; 0: none
     lora_alpha               the adapter counts lora_alpha / rank times
-    lora_targets             projections that get an adapter
+    lora_targets             weights that get an adapter: any projection's, conv1d, A_log,
+                             embeddings (and with them a tied head), lm_head
     shard                    (index, count): update every count-th parameter from index on, no other
     steps                    optimizer steps of the whole run; or epochs
     epochs                   passes over the data; or steps
@@ -701,9 +702,6 @@ class TrainConfig(_Checked):
             raise ConfigError(
                 f"TrainConfig.steps is {self.steps} and epochs is {self.epochs}: set one of the two"
             )
-        for target in self.lora_targets:
-            if target not in LORA_TARGETS:
-                self._refuse("lora_targets", target, ", ".join(LORA_TARGETS))
         if not self.lora_targets:
             self._refuse("lora_targets", self.lora_targets, f"some of {', '.join(LORA_TARGETS)}")
         if self.lora_targets != LORA_TARGETS and not self.lora_rank:

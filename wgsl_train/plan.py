@@ -419,6 +419,10 @@ class Plan:
             self._grads[of] = self._new(Tensor(f"d{of.name}", of.shape))
         return self._grads[of]
 
+    def weight_grad(self, weight: Tensor) -> Tensor | None:
+        """The gradient of a parameter, None where it is frozen, or of a weight that is computed."""
+        return self.layout.grad(weight) if weight.root.kind == "param" else self.grad(weight)
+
     def share_grad(self, of: Tensor, like: Tensor) -> None:
         """Let `of` have the gradient tensor of `like`: for out = like + f(like), residuals."""
         self._alias[of] = like
@@ -540,6 +544,13 @@ class Plan:
                     needed |= {t.root for _, t in d.bound("reads")} | set(changed)
                 else:
                     dispatches.remove(d)
+
+    def check_adapters(self) -> None:
+        """Raises ShapeError where an adapter of the layout acts nowhere."""
+        read = {t for d in self.dispatches for _, t in d.bound("reads")}
+        for piece, adapter in self.layout.adapters.items():
+            if not {adapter.a, adapter.b} <= read:
+                raise ShapeError(f"the adapter of {piece.name} acts on nothing that is planned")
 
     # -- views of the whole ----------------------------------------------------------------
 

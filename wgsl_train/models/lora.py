@@ -2,13 +2,16 @@
 
 A weight W (rows, columns) becomes W + alpha / rank * B A, with A (rank, columns) and B (rows, rank).
 Only A and B train. Source: Hu et al. 2021, arXiv:2106.09685.
+
+A module is what PEFT calls so: a weight's name without ".weight". A_log, a parameter that belongs
+to no module of its own, is treated as one.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,9 @@ import numpy as np
 
 from .. import checkpoint
 from ..config import LORA_TARGETS, MambaConfig, TrainConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..plan import LowRank, ParamSpec
-from .language_model import parameters
+from .language_model import EMBEDDING, parameters
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -56,23 +59,44 @@ class Lora:
 
     @classmethod
     def of(cls, model: MambaConfig, train: TrainConfig) -> Lora:
-        """The adapter that a training configuration asks for."""
+        """The adapter that a training configuration asks for.
+
+        Raises ConfigError, listing the model's own targets, where it has one of other names.
+        """
+        modules = _modules(model)
+        targets = dict.fromkeys(map(_kind, modules))
+        default = train.lora_targets == LORA_TARGETS  # which are those of them that it has
+        for target in train.lora_targets:
+            if target not in targets and not default:
+                hint = "; the head is tied to the embeddings" if target == "lm_head" else ""
+                raise ConfigError(
+                    f"TrainConfig.lora_targets is {target!r}; allowed for this model: "
+                    f"{', '.join(targets)}{hint}"
+                )
         ranks = {
-            module: min(train.lora_rank, *shape)
-            for module, shape in _modules(model).items()
-            if module.rpartition(".")[2] in train.lora_targets
+            module: min(train.lora_rank, *matrix)
+            for module, matrix in modules.items()
+            if _kind(module) in train.lora_targets
         }
+        if not ranks:
+            raise ConfigError(
+                f"no adapter by default; set lora_targets to some of {', '.join(targets)}"
+            )
         return cls(train.lora_rank, train.lora_alpha, ranks)
 
-    @property
-    def layers(self) -> int:
-        """How many layers it changes."""
-        return len({module.partition(".mixer.")[0] for module in self.ranks})
+    def summary(self, model: MambaConfig) -> str:
+        """How much of a model it changes: "24 of 24 layers, embeddings"."""
+        owners = {int(m[1]) for name in self.ranks if (m := re.search(r"\.layers\.(\d+)\.", name))}
+        layers = sum(layer.owner in owners for layer in model.schedule)
+        others = [_kind(name) for name in self.ranks if ".layers." not in name]
+        return ", ".join([f"{layers} of {model.n_layer} layers", *others])
 
     def low_rank(self) -> dict[str, LowRank]:
         """What is added to weights, by their names."""
         return {
-            f"{module}.weight": LowRank(*_names(module), self.alpha / rank)
+            module if _kind(module) == "A_log" else f"{module}.weight": LowRank(
+                *_names(module), self.alpha / rank
+            )
             for module, rank in self.ranks.items()
         }
 
@@ -96,39 +120,78 @@ class Lora:
 
     def save(self, folder: Path, model: MambaConfig, weights: Mapping[str, Array]) -> None:
         """Write adapter_config.json and adapter_model.safetensors into a folder that exists."""
-        kinds = {module.rpartition(".")[2] for module in self.ranks}
-        whole = {m for m in _modules(model) if m.rpartition(".")[2] in kinds}
-        config = {
+        kinds = dict.fromkeys(map(_kind, self.ranks))
+        whole = {m for m in _modules(model) if _kind(m) in kinds} == self.ranks.keys()
+        chosen = sorted(kinds if whole else self.ranks)
+        config: dict[str, Any] = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base,
             "r": self.rank,
             "lora_alpha": self.alpha,
-            "target_modules": sorted(kinds if whole == self.ranks.keys() else self.ranks),
+            "target_modules": [name for name in chosen if _kind(name) != "A_log"],
             "rank_pattern": {m: rank for m, rank in self.ranks.items() if rank != self.rank},
             "lora_dropout": 0.0,
             "inference_mode": True,
             "init_lora_weights": True,
             **_UNKNOWN,
         }
-        checkpoint.save_tensors(
-            folder / WEIGHTS, {_PREFIX + name: array for name, array in weights.items()}
-        )
+        if "A_log" in kinds:  # by the end of its name, as PEFT looks for parameters
+            config["target_parameters"] = (
+                ["mixer.A_log"] if whole else [name for name in chosen if _kind(name) == "A_log"]
+            )
+        if "embeddings" in kinds and model.tie_embeddings:
+            # PEFT ties the two where it meets a name that it knows; Mamba's table has another
+            config["target_modules"].append("lm_head")
+            config["ensure_weight_tying"] = True
+        tensors = {
+            theirs: weights[ours].T if turned else weights[ours]
+            for ours, (theirs, turned) in _peft_names(self.ranks).items()
+        }
+        checkpoint.save_tensors(folder / WEIGHTS, tensors)
         checkpoint.write_json(folder / CONFIG, config)
 
 
-def _modules(model: MambaConfig) -> dict[str, tuple[int, ...]]:
-    """(rows, columns) of each module that can have an adapter, by name."""
-    suffixes = tuple(f".{target}.weight" for target in LORA_TARGETS)
+def _kind(module: str) -> str:
+    """What a configuration calls a module: the last part of its name."""
+    return module.rpartition(".")[2]
+
+
+def _modules(model: MambaConfig) -> dict[str, tuple[int, int]]:
+    """By module that can have an adapter: (rows, columns) of its weight as a matrix."""
     return {
-        spec.name.removesuffix(".weight"): spec.shape
+        spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[-1])
         for spec in parameters(model)
-        if spec.name.endswith(suffixes)
+        if len(spec.shape) == 2 or spec.name.endswith(".conv1d.weight")
     }
 
 
 def _names(module: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def _peft_names(modules: Mapping[str, int]) -> dict[str, tuple[str, bool]]:
+    """By the names of A and B, PEFT's, and whether PEFT's tensor is the transpose.
+
+    PEFT's two tensors of an embedding are those of its transpose. The adapter of a parameter is
+    that of the module it is in, whose other modules then move below a base_layer.
+    """
+    wrapped = {m.removesuffix(".A_log") for m in modules if _kind(m) == "A_log"}
+    names = dict[str, tuple[str, bool]]()
+    for module in modules:
+        a, b = _names(module)
+        owner, _, kind = module.rpartition(".")
+        if kind == "embeddings":
+            stem = f"{_PREFIX}{module}.lora_embedding_"
+            names |= {a: (f"{stem}B", True), b: (f"{stem}A", True)}
+            continue
+        if kind == "A_log":
+            place = owner
+        else:
+            place = f"{owner}.base_layer.{kind}" if owner in wrapped else module
+        theirs = _names(f"{_PREFIX}{place}")
+        names |= {a: (theirs[0], False), b: (theirs[1], False)}
+    return names
 
 
 def adapted(model: MambaConfig, lora: Lora) -> list[ParamSpec]:
@@ -137,8 +200,15 @@ def adapted(model: MambaConfig, lora: Lora) -> list[ParamSpec]:
     return frozen + lora.parameters(model)
 
 
-def load(path: str | Path, model: MambaConfig) -> tuple[Lora, dict[str, Array]]:
+def load(
+    path: str | Path,
+    model: MambaConfig,
+    is_base: Callable[[str, Array], bool] = lambda name, array: True,
+) -> tuple[Lora, dict[str, Array]]:
     """An adapter in PEFT's form, and its weights by name, float32.
+
+    is_base   whether the base model's weight of this name equals an array, up to rounding: PEFT
+              may save that of embeddings or head with their adapter
 
     Raises CheckpointError where it is damaged, does not fit the model, or asks for what this
     package does not compute.
@@ -162,22 +232,47 @@ def load(path: str | Path, model: MambaConfig) -> tuple[Lora, dict[str, Array]]:
     assert isinstance(rank, (int, float))
     assert isinstance(alpha, (int, float))
     patterns = config.get("rank_pattern") or {}
-    modules, ranks = _modules(model), dict[str, int]()
+    modules, ranks, found = _modules(model), dict[str, int](), dict(tensors.shapes)
     for name, shape in tensors.shapes.items():
-        match = re.fullmatch(re.escape(_PREFIX) + r"(.+)\.lora_[AB]\.weight", name)
-        if not match or match[1] not in modules or len(shape) != 2:
+        if (base := re.fullmatch(re.escape(_PREFIX) + r"(.+)\.base_layer\.weight", name)) and (
+            f"{base[1]}.weight" in (EMBEDDING, "lm_head.weight")
+        ):
+            if not is_base(f"{base[1]}.weight", tensors[name]):
+                raise CheckpointError(f"{folder / WEIGHTS}: {name} is not that of this base model")
+            del found[name]
+            continue
+        match = re.fullmatch(
+            re.escape(_PREFIX) + r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))", name
+        )
+        module = match[1].replace(".base_layer", "") if match else ""
+        module = module if module in modules else f"{module}.A_log"
+        if not match or module not in modules or len(shape) != 2:
+            targets = ", ".join(dict.fromkeys(map(_kind, modules)))
             raise CheckpointError(
                 f"{folder / WEIGHTS}: {name} {shape} is no adapter of this model, which has layers "
-                f"0 to {model.n_layer - 1} with {', '.join(LORA_TARGETS)}"
+                f"0 to {model.n_layer - 1} with {targets}"
             )
-        if "lora_A" in name:
-            ranks[match[1]] = shape[0]
+        if "A" in (match[2], match[3]):
+            ranks[module] = shape[0]
             if shape[0] != rank and shape[0] not in patterns.values():
                 raise refuse(f"r is {rank}, but {name} is {shape}")
     ranks = {module: ranks[module] for module in modules if module in ranks}
-    lora = Lora(int(rank), float(alpha), ranks, config.get("base_model_name_or_path"))
-    expected = {_PREFIX + spec.name: spec.shape for spec in lora.parameters(model)}
-    checkpoint.check_names(expected, tensors.shapes, folder / WEIGHTS)
     if not ranks:
-        raise CheckpointError(f"{folder / WEIGHTS}: holds no tensor")
-    return lora, {name.removeprefix(_PREFIX): tensors[name] for name in expected}
+        raise CheckpointError(f"{folder / WEIGHTS}: holds no adapter")
+    tying = config.get("ensure_weight_tying") and "lm_head" in (config.get("target_modules") or ())
+    if model.tie_embeddings and EMBEDDING.removesuffix(".weight") in ranks and not tying:
+        raise refuse(
+            "PEFT applied this adapter to the embeddings and not to the head, which are one table "
+            "here; it ties them where target_modules has lm_head too and ensure_weight_tying is set"
+        )
+    lora = Lora(int(rank), float(alpha), ranks, config.get("base_model_name_or_path"))
+    names, expected = _peft_names(ranks), dict[str, tuple[int, ...]]()
+    for spec in lora.parameters(model):
+        theirs, turned = names[spec.name]
+        expected[theirs] = spec.shape[::-1] if turned else spec.shape
+    checkpoint.check_names(expected, found, folder / WEIGHTS)
+    weights = {
+        ours: tensors[theirs].T if turned else tensors[theirs]
+        for ours, (theirs, turned) in names.items()
+    }
+    return lora, weights

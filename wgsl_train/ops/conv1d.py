@@ -3,6 +3,7 @@
 from ..errors import ShapeError
 from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise, spread
 from ..plan import Plan
+from .low_rank import effective_weight
 from .sum_partials import partial
 
 
@@ -90,6 +91,7 @@ def conv1d_silu(
     xz and u_delta (batch, seqlen, 2 * d_inner) f32; weight (d_inner, 1, d_conv) f32, its last tap
     multiplying the present timestep; bias (d_inner,) f32. Inputs before the first timestep are
     zero, or come from state (batch, d_conv - 1, d_inner) f32, which is then brought up to date.
+    Where the plan's layout has an adapter of weight, it is added to weight.
     Raises ShapeError where shapes do not fit, or a state is given in training.
     Source: mamba_ssm's causal_conv1d_fn and causal_conv1d_update.
     """
@@ -99,6 +101,7 @@ def conv1d_silu(
         state = None
     if state and plan.training:
         raise ShapeError("conv1d_silu carries a state between calls in inference only")
+    weight = effective_weight(plan, weight, "conv1d.weight")
     plan.dispatch(FORWARD, xz=xz, weight=weight, bias=bias, state=state, u_delta=u_delta)
     if state:
         plan.dispatch(STATE, xz=xz, state=state)
@@ -106,7 +109,7 @@ def conv1d_silu(
     def backward() -> None:
         run = _run(plan.target, batch, seqlen, weight.shape[0])
         parts = batch * ceil_div(seqlen, run)
-        dweight = plan.layout.grad(weight)
+        dweight = plan.weight_grad(weight)
         dbias = plan.layout.grad(bias) if bias else None
         plan.dispatch(
             BACKWARD,

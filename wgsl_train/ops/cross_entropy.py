@@ -2,7 +2,15 @@
 
 from ..kernel import Kernel, Target, Tensor, Values, by_kind, ceil_div, spread
 from ..plan import Plan
-from .linear import Columns, plan_backward_weight, plan_backward_x, plan_forward
+from .linear import (
+    Columns,
+    plan_backward_a,
+    plan_backward_b,
+    plan_backward_weight,
+    plan_backward_x,
+    plan_forward,
+    plan_low,
+)
 from .sum_partials import sum_partials
 
 IGNORED = 2**32 - 100  # a target that is not counted: -100 as u32
@@ -57,13 +65,20 @@ def chunk_rows(target: Target, vocab_size: int) -> int:
     return max(64, budget // (4 * vocab_size) // 64 * 64)
 
 
-def _logits(plan: Plan, x: Tensor, head: str, bias: str | None, logits: Tensor) -> None:
-    """Plan logits = x headᵀ + bias, a piece of the head at a time."""
-    shift = None if bias is None else plan.param(bias)
+def _logits(plan: Plan, x: Tensor, head: str, bias: str | None, logits: Tensor) -> Tensor | None:
+    """Plan logits = x headᵀ + bias, a piece of the head at a time.
+
+    Returns `low` of the head's adapter, if it has one; see `plan_low`.
+    """
+    shift, low = None if bias is None else plan.param(bias), None
     for first_row, piece in plan.layout.pieces[head]:
         n = piece.shape[0]
-        out = Columns(logits, first_row, n)
-        plan_forward(plan, x, piece, out, bias=shift and shift.view(first_row, (n,)))
+        out, b = Columns(logits, first_row, n), shift and shift.view(first_row, (n,))
+        adapter = plan.layout.adapters.get(piece)
+        if adapter and not low:
+            low = plan_low(plan, x, adapter, "logits_low")
+        plan_forward(plan, x, piece, out, b, low=low, B=adapter.b if adapter else None)
+    return low
 
 
 def head_logits(plan: Plan, x: Tensor, head: str, bias: str | None = None) -> list[Tensor]:
@@ -113,7 +128,7 @@ def language_model_loss(
         stop = min(start + chunk, rows)
         with plan.scope(f"{name}.{start}"):
             logits = plan.tensor("logits", (stop - start, vocab_size))
-            _logits(plan, x.rows(start, stop), head, bias, logits)
+            low = _logits(plan, x.rows(start, stop), head, bias, logits)
             plan.dispatch(
                 CROSS_ENTROPY,
                 targets=targets.view(start, (stop - start,)),
@@ -130,21 +145,33 @@ def language_model_loss(
                     row_rank=row_rank.view(start, (stop - start,)),
                 )
             else:
-                _backward(plan, x, start, stop, head, bias, logits)
+                _backward(plan, x, start, stop, head, bias, logits, low)
     plan.dispatch(LOSS_SUM, row_loss=row_loss, loss=loss)
     return row_loss, row_rank
 
 
 def _backward(
-    plan: Plan, x: Tensor, start: int, stop: int, head: str, bias: str | None, dlogits: Tensor
+    plan: Plan,
+    x: Tensor,
+    start: int,
+    stop: int,
+    head: str,
+    bias: str | None,
+    dlogits: Tensor,
+    low: Tensor | None,
 ) -> None:
-    """Plan the gradients of x's rows, the head and the bias."""
+    """Plan the gradients of x's rows, the head, its adapter and the bias."""
     dx = plan.grad(x).rows(start, stop)
     dshift = None if bias is None else plan.layout.grad(plan.param(bias))
-    for first_row, piece in plan.layout.pieces[head]:
+    pieces = plan.layout.pieces[head]
+    for first_row, piece in pieces:
         n = piece.shape[0]
-        dout = Columns(dlogits, first_row, n)
-        plan_backward_x(plan, dout, piece, dx)
+        dout, last = Columns(dlogits, first_row, n), piece is pieces[-1][1]
+        adapter, dlow = plan.layout.adapters.get(piece), None
+        if adapter and low:
+            plan_backward_b(plan, dout, low, adapter)
+            dlow = plan_backward_a(plan, x.rows(start, stop), low, adapter) if last else None
+        plan_backward_x(plan, dout, piece, dx, dlow, adapter.a if adapter and dlow else None)
         dweight = plan.layout.grad(piece)
         dbias = dshift and dshift.view(first_row, (n,))
         if dbias and not dweight:  # rare; the kernel makes both

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ..errors import ConfigError, ShapeError
 from ..kernel import Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise
 from ..plan import Plan
+from .low_rank import effective_weight
 
 CHUNK = 32  # steps between the states that are kept
 MAX_STATE = 1024
@@ -257,6 +258,7 @@ def selective_scan(
 
     The backward pass writes all of u_delta's gradient, for delta the one before its softplus; all
     of x_dbl's, 0 for dt; and the z half of xz's. It adds to A_log's and D's where they train.
+    Where the plan's layout has an adapter of A_log, it is added to A_log.
 
     a_log_clamp   A_log is clamped to this range, without a gradient outside it
     state         persistent (batch, ceil(d_state / 4), d_inner, 4): the scan starts from it and
@@ -306,6 +308,7 @@ def selective_scan(
         "x_dbl": x_dbl,
         "AD": plan.tensor(f"{name}.AD", (2 * groups + 1, d_inner, 4)),
     }
+    A_log = effective_weight(plan, A_log, f"{name}.A_log")
     plan.dispatch(PREPARE, A_log=A_log, D=D, AD=operands["AD"], clamp=a_log_clamp)
     chunk_states = y = None
     if plan.training or segments > 1:
@@ -384,7 +387,7 @@ def selective_scan(
             BACKWARD_SUMS,
             partials=partials,
             dx_dbl=plan.grad(x_dbl),
-            dA_log=plan.layout.grad(A_log),
+            dA_log=plan.weight_grad(A_log),
             dD=plan.layout.grad(D),
             dt_rank=dt_rank,
             d_state=d_state,
