@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,8 +10,8 @@ import numpy as np
 from tests import oracle
 from wgsl_train import ops
 from wgsl_train.encoder import Buffers, Encoder
-from wgsl_train.kernel import ALIGN, ITEMSIZE, KERNELS, DType, Kernel, Target, Tensor
-from wgsl_train.plan import Layout, Plan
+from wgsl_train.kernel import ALIGN, ITEMSIZE, KERNELS, PORTABLE, DType, Kernel, Target, Tensor
+from wgsl_train.plan import Dispatch, Layout, Plan
 
 ops.load_all()
 oracle.load_all()
@@ -56,19 +57,29 @@ class Variant:
         return f"{self.kernel.name}-{self.case}-{self.kind}"
 
 
-def variants(name: str) -> list[Variant]:
-    """All cases of a kernel, at every distinct set of choices the tables hold."""
+def variants(name: str, kinds: Sequence[str] = KINDS) -> list[Variant]:
+    """All cases of a kernel, at every distinct set of choices the tables hold for these kinds."""
     found: list[Variant] = []
     kernel = KERNELS[name]
     for case in oracle.ORACLES[name].cases:
         seen = []
-        for kind in KINDS:
+        for kind in kinds:
             variant = Variant(kernel, case, kind)
             values = kernel.values(variant.target(Target()), variant.dims, variant.options)
             if values not in seen:
                 seen.append(values)
                 found.append(variant)
     return found
+
+
+def planned(variant: Variant, target: Target = PORTABLE) -> Dispatch:
+    """The dispatch of a case, on tensors that nobody has memory for."""
+    target = variant.target(target)
+    plan = Plan(Layout([], target), replace(target, max_binding=1 << 31, max_buffer=1 << 31))
+    tensors = {b: plan.persistent(b, s, variant.dtype(b)) for b, s in variant.shapes.items()}
+    plan.dispatch(variant.kernel, **tensors, **variant.options)
+    (dispatch,) = plan.dispatches
+    return dispatch
 
 
 def draw(variant: Variant, rng: np.random.Generator) -> oracle.Arrays:
@@ -146,20 +157,33 @@ def run(
     return got, faults
 
 
+@dataclass
+class Found:
+    """How the GPU's results differ from the oracle's.
+
+    faults   what is wrong: a line a binding, with its first wrong element; none where it is right
+    error    the greatest |value - expected| / (|expected| + root mean square of the tensor)
+    """
+
+    faults: list[str]
+    error: float = 0.0
+
+
 def compare(
     variant: Variant,
     arrays: oracle.Arrays,
     expected: oracle.Arrays,
     got: oracle.Arrays,
     accumulate: bool = True,
-) -> list[str]:
-    """Where the GPU's results differ from the oracle's: one line a binding, first wrong element."""
+) -> Found:
+    """Results of the GPU beside the oracle's."""
     kernel, rtol = variant.kernel, oracle.ORACLES[variant.kernel.name].rtol
     wanted = inspect.signature(oracle.ORACLES[kernel.name].compute).parameters
-    faults = []
+    found = Found([])
     changed = {b for b, (_, use, _) in kernel.bindings.items() if use != "reads" and b in got}
     if changed != expected.keys() & got.keys() or not changed <= expected.keys():
-        return [f"the oracle returns {sorted(expected)}, the kernel changes {sorted(changed)}"]
+        fault = f"the oracle returns {sorted(expected)}, the kernel changes {sorted(changed)}"
+        return Found([fault])
     for binding, actual in got.items():
         want = np.array(expected[binding], np.float64).reshape(actual.shape)
         untouched = np.isnan(want)
@@ -177,22 +201,33 @@ def compare(
         with np.errstate(invalid="ignore"):
             error = np.abs(actual - want)
             ok = error <= rtol * (np.abs(want) + scale) + 1e-30
-        ok |= np.isnan(want) & np.isnan(actual)
+            relative = np.nan_to_num(error / (np.abs(want) + scale + 1e-30), nan=np.inf)
+        same = np.isnan(want) & np.isnan(actual)
+        ok |= same
+        found.error = max(found.error, float(relative[~same].max(initial=0.0)))
         if not ok.all():
             at = tuple(int(i) for i in np.argwhere(~ok)[0])
-            faults.append(
-                f"{binding}{list(at)} is {actual[at]!r}, expected {want[at]!r}; "
+            found.faults.append(
+                f"{binding}{list(at)} is {actual[at]}, expected {want[at]:.9g}; "
                 f"{(~ok).sum()} of {ok.size} wrong"
             )
-    return faults
+    return found
+
+
+def examine(
+    variant: Variant, buffers: Buffers, rng: np.random.Generator, accumulate: bool = True
+) -> Found:
+    """Run the kernel beside its oracle, on random inputs."""
+    arrays = draw(variant, rng)
+    expected = expect(variant, arrays)
+    got, faults = run(variant, buffers, arrays, accumulate)
+    found = compare(variant, arrays, expected, got, accumulate)
+    return Found(faults + found.faults, found.error)
 
 
 def check(
     variant: Variant, buffers: Buffers, rng: np.random.Generator, accumulate: bool = True
 ) -> None:
     """Assert that the kernel equals its oracle."""
-    arrays = draw(variant, rng)
-    expected = expect(variant, arrays)
-    got, faults = run(variant, buffers, arrays, accumulate)
-    faults += compare(variant, arrays, expected, got, accumulate)
+    faults = examine(variant, buffers, rng, accumulate).faults
     assert not faults, f"{variant}\n" + "\n".join(faults)

@@ -31,10 +31,12 @@ def test_the_harness_catches_wrong_results(kernel_buffers, rng):
     expected = harness.expect(variant, arrays)
     got, faults = harness.run(variant, kernel_buffers, arrays)
     assert not faults
-    assert not harness.compare(variant, arrays, expected, got)
+    assert not harness.compare(variant, arrays, expected, got).faults
     for wrong in (np.nan, 0.0, 1e4):
         bad = {k: a.copy() for k, a in got.items()}
         bad["dx"].flat[-1] = wrong
-        assert harness.compare(variant, arrays, expected, bad)
+        found = harness.compare(variant, arrays, expected, bad)
+        assert found.faults
+        assert found.error > 1e-3
     assigned = {"dx": got["dx"] - arrays["dx"]}  # `=` where `+=` was due
-    assert harness.compare(variant, arrays, expected, assigned)
+    assert harness.compare(variant, arrays, expected, assigned).faults

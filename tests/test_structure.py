@@ -1,29 +1,19 @@
 """What can be known about every shader without a GPU."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
 from tests import harness
 from tests.oracle import ORACLES
-from wgsl_train.kernel import KERNELS, SHADER_DIR, Target
-from wgsl_train.plan import Layout, Plan
+from wgsl_train.kernel import KERNELS, SHADER_DIR
 
 SOURCES = sorted(SHADER_DIR.rglob("*.wgsl"))
 VARIANTS = [v for name in sorted(ORACLES) if name in KERNELS for v in harness.variants(name)]
 
 
 def render(variant: harness.Variant) -> str:
-    target = variant.target(Target())
-    plan = Plan(Layout([], target), replace(target, max_binding=1 << 31, max_buffer=1 << 31))
-    shapes = variant.shapes
-    plan.dispatch(
-        variant.kernel,
-        **{b: plan.persistent(b, s, variant.dtype(b)) for b, s in shapes.items()},
-        **variant.options,
-    )
-    return plan.dispatches[0].render().source
+    return harness.planned(variant).render().source
 
 
 def test_every_kernel_has_a_shader_and_an_oracle_and_none_is_left_over():
