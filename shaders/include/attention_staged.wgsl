@@ -48,12 +48,14 @@ $$ endfor
 {{ stage(tile_m * quads, "tile_a[at / " ~ quads ~ "u * " ~ pitch ~ "u + at % " ~ quads ~ "u] = " ~ load(a, "at / " ~ quads ~ "u", "e + at % " ~ quads ~ "u * 4u") ~ ";") }}
 {{ stage(tile_n * quads, "tile_b[at / " ~ quads ~ "u % 4u * " ~ quarter ~ "u + at / " ~ 4 * quads ~ "u * " ~ pitch ~ "u + at % " ~ quads ~ "u] = " ~ load(b, "at / " ~ quads ~ "u", "e + at % " ~ quads ~ "u * 4u") ~ ";") }}
         workgroupBarrier();
-        for (var q = 0u; q < {{ quads }}u; q++) {
+        for (var q = 0u; q < {{ quads }}u; q += {{ unroll }}u) {
+$$ for u in range(unroll)
+            {
 $$ for i in range(thread_m)
-            let a{{ i }} = tile_a[tm * {{ pitch }}u + q + {{ i * threads_m * pitch }}u];
+            let a{{ i }} = tile_a[tm * {{ pitch }}u + q + {{ i * threads_m * pitch + u }}u];
 $$ endfor
 $$ for j in range(thread_n)
-            let b{{ j }} = tile_b[tn * {{ pitch }}u + q + {{ j % 4 * quarter + j // 4 * threads_n * pitch }}u];
+            let b{{ j }} = tile_b[tn * {{ pitch }}u + q + {{ j % 4 * quarter + j // 4 * threads_n * pitch + u }}u];
 $$ endfor
 $$ for x in "xyzw"
             {
@@ -64,6 +66,8 @@ $$ for i in range(thread_m)
 $$ for g in range(groups_n)
                 {{ c }}{{ i }}_{{ g }} += a{{ i }}.{{ x }} * v{{ g }};
 $$ endfor
+$$ endfor
+            }
 $$ endfor
             }
 $$ endfor
@@ -97,19 +101,23 @@ $$ endfor
     for (var n = 0u; n < {{ 4 * threads_n }}u; n += {{ depth_n }}u) {
 {{ stage(depth_n * d_quads, "tile_b[at / " ~ d_quads ~ "u * " ~ columns ~ "u + at % " ~ d_quads ~ "u] = " ~ load(b, n * 4 * threads_n ~ "u + n + at / " ~ d_quads ~ "u", "at % " ~ d_quads ~ "u * 4u") ~ ";") }}
         workgroupBarrier();
-        for (var q = 0u; q < {{ depth_n // 4 }}u; q++) {
+        for (var q = 0u; q < {{ depth_n // 4 }}u; q += {{ unroll_n }}u) {
+$$ for u in range(unroll_n)
+            {
 $$ for i in range(thread_m)
-            let a{{ i }} = tile_a[(tm + {{ i * threads_m }}u) * {{ pitch_p }}u + n / 4u + q];
+            let a{{ i }} = tile_a[(tm + {{ i * threads_m }}u) * {{ pitch_p }}u + n / 4u + q + {{ u }}u];
 $$ endfor
 $$ for j, x in [(0, "x"), (1, "y"), (2, "z"), (3, "w")]
             {
 $$ for g in range(groups_d)
-                let v{{ g }} = tile_b[(4u * q + {{ j }}u) * {{ columns }}u + tn + {{ g * threads_n }}u];
+                let v{{ g }} = tile_b[(4u * q + {{ 4 * u + j }}u) * {{ columns }}u + tn + {{ g * threads_n }}u];
 $$ endfor
 $$ for i in range(thread_m)
 $$ for g in range(groups_d)
                 {{ c.name }}{{ i }}_{{ g }} += a{{ i }}.{{ x }} * v{{ g }};
 $$ endfor
+$$ endfor
+            }
 $$ endfor
             }
 $$ endfor

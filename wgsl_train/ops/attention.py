@@ -44,6 +44,7 @@ def staged(
     thread_n: int,
     depth: int = 32,
     depth_n: int = 32,
+    unroll: int = 1,
 ) -> dict[str, int]:
     """Tuning choices: operands are staged in workgroup memory.
 
@@ -52,7 +53,9 @@ def staged(
     depth                  elements of a head that are staged at a time, a multiple of 8
     depth_n                lines that are staged at a time to be summed over: it divides
                            4 threads_n
+    unroll                 fours of them that the source repeats, in place of a loop
     """
+    depth, depth_n = min(depth, round_up(head_dim, 8)), min(depth_n, 4 * threads_n)
     return {
         "threads_m": threads_m,
         "thread_m": thread_m,
@@ -62,8 +65,10 @@ def staged(
         "tile_n": threads_n * thread_n,
         "groups_n": thread_n // 4,
         "groups_d": ceil_div(head_dim, 4 * threads_n),
-        "depth": min(depth, round_up(head_dim, 8)),
-        "depth_n": min(depth_n, 4 * threads_n),
+        "depth": depth,
+        "depth_n": depth_n,
+        "unroll": math.gcd(unroll, depth // 4),
+        "unroll_n": math.gcd(unroll, depth_n // 4),
         "lanes": 0,
         "workgroup": threads_m * threads_n,
     }
@@ -102,19 +107,23 @@ def _head_dim(v: Values) -> int:
     return int(v["d_qkv"] // (v["n_heads"] + 2 * v["n_kv_heads"]))
 
 
-def _staged_choices(head_dim: int, columns: int, largest: int) -> Iterator[dict[str, int]]:
+def _staged_choices(
+    head_dim: int, columns: int, largest: int, large: bool
+) -> Iterator[dict[str, int]]:
     """Tiles for a head, the best first.
 
     columns   of a head, that a thread should own
-    largest   lines and columns of a tile that a thread may own
+    largest   lines and columns of a tile that a thread of a large GPU may own
+    large     whether it is one, with work to fill it
     """
     wanted = next((n for n in (8, 16, 32) if columns * n >= head_dim), 64)
     for threads_n in (n for n in (64, 32, 16, 8) if n <= wanted):
         threads_m = {8: 8, 16: 8, 32: 4, 64: 2}[threads_n]
         for thread_m, thread_n in ((8, 8), (8, 4), (4, 4)):
-            for depth in (32, 16, 8):
-                if thread_m + thread_n <= largest:
-                    yield staged(head_dim, threads_m, threads_n, thread_m, thread_n, depth, depth)
+            for depth in (16, 8) if large else (32, 16, 8):
+                if thread_m + thread_n <= (largest if large else 8):
+                    size = (threads_m, threads_n, thread_m, thread_n)
+                    yield staged(head_dim, *size, depth, depth, unroll=4 if large else 1)
     for threads_m in (4, 2, 1):
         yield staged(head_dim, threads_m, 8, 4, 4, 8, 4)
 
@@ -135,7 +144,7 @@ def _tiles(columns: int, largest: int) -> Callable[[Target, Values], Values]:
         # few rows are better spread over more workgroups
         large = target.kind == "discrete" and v["batch"] * v["n_heads"] * v["seqlen"] >= 1 << 14
         memory = min(target.max_workgroup_memory, 32768 if large else 16384)
-        for choices in _staged_choices(head_dim, columns, largest if large else 8):
+        for choices in _staged_choices(head_dim, columns, largest, large):
             if _workgroup_memory(choices) <= memory:
                 return {"head_dim": head_dim, **choices}
         raise ShapeError(
@@ -149,13 +158,17 @@ def _tiles(columns: int, largest: int) -> Callable[[Target, Values], Values]:
 def _alternatives(target: Target, v: Values) -> list[Values]:
     head_dim = _head_dim(v)
     if target.kind == "cpu":
-        sizes = ((4, 32), (4, 24), (4, 16), (2, 32), (8, 16)) if target.lanes == 8 else ((4, 4),)
-        return [direct(m, n, min(target.lanes, 8)) for m, n in sizes]
+        tiles = ((4, 32), (4, 16), (2, 32), (2, 16), (8, 16)) if target.lanes == 8 else ((4, 4),)
+        return [direct(m, n, 8 if target.lanes == 8 else 1) for m, n in tiles]
+    sizes = [
+        (threads_m, threads_n, thread_m, thread_n)
+        for threads_m, threads_n in ((8, 8), (16, 8), (8, 16))
+        for thread_m, thread_n in ((8, 8), (8, 4), (4, 4))
+    ]
     found = [
-        staged(head_dim, threads_m, threads_n, thread_m, thread_n, depth, depth)
-        for threads_m, threads_n in ((8, 8), (16, 8), (8, 16), (16, 16), (4, 16), (4, 32))
-        for thread_m, thread_n in ((8, 8), (8, 4), (4, 8), (4, 4))
-        for depth in (16, 32, 64)
+        staged(head_dim, *size, depth, depth, unroll)
+        for size in sizes
+        for depth, unroll in ((16, 4), (32, 2))
     ]
     return [c for c in found if _workgroup_memory(c) <= target.max_workgroup_memory]
 
