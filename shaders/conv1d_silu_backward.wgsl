@@ -1,7 +1,7 @@
-// dpre[t,c] = du_ddt[t,c] * s (1 + pre (1 - s)), s = sigmoid(pre), pre as in the forward pass, recomputed
-// dxz[t,c] = sum_k weight[c,k] dpre[t+(d_conv-1)-k, c]
-// weight_partials[p,c,k] = sum over the timesteps t of run p of dpre[t,c] x[t-(d_conv-1)+k, c];  bias_partials[p,c] = sum dpre[t,c]
-$$ set packed = "xz" in vec4
+// dpre[t,c] = du[t,c] * s (1 + pre (1 - s)), s = sigmoid(pre), pre as in the forward pass, recomputed
+// dx[t,x_start+c] = sum_k weight[c,k] dpre[t+(d_conv-1)-k, c]
+// weight_partials[p,c,k] = sum over the timesteps t of run p of dpre[t,c] x[t-(d_conv-1)+k, x_start+c];  bias_partials[p,c] = sum dpre[t,c]
+$$ set packed = "x" in vec4
 $$ set width = 4 if packed else 1
 $$ set columns = d_inner // width
 $$ set halo = d_conv - 1
@@ -24,11 +24,11 @@ $$ for k in range(halo)
     var a{{ k }} = before(own.sequence, i32(own.start) - {{ halo - k }}, own.c);
     var d{{ k }} = pack(0.0);
 $$ endfor
-    // dxz of a timestep needs dpre of the {{ halo }} after it: the walk goes on past the run's end.
+    // dx of a timestep needs dpre of the {{ halo }} after it: the walk goes on past the run's end.
     for (var t = own.start; t < own.stop + {{ halo }}u; t += {{ unroll }}u) {
 $$ for j in range(unroll)
-        let a{{ halo + j }} = xz[at(own.sequence, t + {{ j }}u, own.c)];
-        let g{{ j }} = du_ddt[at(own.sequence, t + {{ j }}u, own.c)];
+        let a{{ halo + j }} = x[x_at(own.sequence, t + {{ j }}u, own.c)];
+        let g{{ j }} = du[u_at(own.sequence, t + {{ j }}u, own.c)];
 $$ endfor
 $$ for j in range(unroll)
         let pre{{ j }} = shift{$ for k in range(d_conv) $} + w{{ k }} * a{{ j + k }}{$ endfor $};
@@ -41,7 +41,7 @@ $$ endfor
             dbias += d{{ halo + j }};
         }
         if (t + {{ j }}u >= own.start + {{ halo }}u && t + {{ j }}u < own.stop + {{ halo }}u) {
-            dxz[at(own.sequence, t + {{ j }}u - {{ halo }}u, own.c)] = w0 * d{{ halo + j }}{$ for k in range(1, d_conv) $} + w{{ k }} * d{{ halo + j - k }}{$ endfor $};
+            dx[x_at(own.sequence, t + {{ j }}u - {{ halo }}u, own.c)] = w0 * d{{ halo + j }}{$ for k in range(1, d_conv) $} + w{{ k }} * d{{ halo + j - k }}{$ endfor $};
         }
 $$ endfor
 $$ for k in range(halo)

@@ -1,5 +1,5 @@
-// pre = bias[c] + sum_k weight[c,k] x[t-(d_conv-1)+k, c], x = xz's first columns;  u_delta[t,c] = pre * sigmoid(pre)
-$$ set packed = "xz" in vec4
+// pre = bias[c] + sum_k weight[c,k] x[t-(d_conv-1)+k, x_start+c];  u[t,c] = pre * sigmoid(pre)
+$$ set packed = "x" in vec4
 $$ set width = 4 if packed else 1
 $$ set columns = d_inner // width
 {$ include "include/conv1d.wgsl" $}
@@ -20,12 +20,12 @@ $$ for k in range(d_conv - 1)
 $$ endfor
     for (var t = own.start; t < own.stop; t += {{ unroll }}u) {
 $$ for j in range(unroll)
-        let a{{ d_conv - 1 + j }} = xz[at(own.sequence, t + {{ j }}u, own.c)];
+        let a{{ d_conv - 1 + j }} = x[x_at(own.sequence, t + {{ j }}u, own.c)];
 $$ endfor
 $$ for j in range(unroll)
         if (t + {{ j }}u < own.stop) {
             let pre = shift{$ for k in range(d_conv) $} + w{{ k }} * a{{ j + k }}{$ endfor $};
-            u_delta[at(own.sequence, t + {{ j }}u, own.c)] = pre * sigmoid(pre);
+            u[u_at(own.sequence, t + {{ j }}u, own.c)] = pre * sigmoid(pre);
         }
 $$ endfor
 $$ for k in range(d_conv - 1)

@@ -1,4 +1,4 @@
-// state[b,j,c] = the input at timestep seqlen - context + j: from xz, or where that is before 0 from state itself
+// state[b,j,c] = the input at timestep seqlen - context + j: from x, or where that is before 0 from state itself
 $$ set count = batch * d_inner
 fn element(i: u32) {
     let sequence = i / d_inner;
@@ -9,7 +9,7 @@ fn element(i: u32) {
         if (j + seqlen < context) {
             state[to] = state[to + seqlen * d_inner];
         } else {
-            state[to] = xz[(sequence * seqlen + j + seqlen - context) * two_d_inner + c];
+            state[to] = x[(sequence * seqlen + j + seqlen - context) * x_stride + {{ x_start }}u + c];
         }
     }
 }

@@ -1,6 +1,6 @@
 // From right to left, with a = exp(delta A) and w = weight: G = C dy + carry; carry = a G; P = G a h[t-1];
 // du = sum over states of G w B + D dy; ddelta = sum of A P + G B u dw/ddelta; ddt = ddelta (1 - exp(-delta));
-// partials: dB = G w u and dC = dy h, summed over the workgroup's channels; dA_log and dD over the segment's steps.
+// partials = [carry after each segment | dB = G w u and dC = dy h, summed over the workgroup's channels | dA_log, dD over the segment's steps].
 {$ include "include/scan.wgsl" $}
 $$ set blocks = ceil_div(d_inner, channels)
 $$ set starts = chunk // kept
@@ -9,18 +9,17 @@ $$ set starts = chunk // kept
 
 // Where dB (first half) and dC of step t, summed over this workgroup's channels, are stored.
 fn partial_row(batch_index: u32, block: u32, t: u32, row: u32) -> u32 {
-    return ((batch_index * seqlen + t) * {{ blocks }}u + block) * {{ 2 * groups }}u + row % {{ 2 * groups }}u;
+    return {{ carried // 4 }}u + ((batch_index * seqlen + t) * {{ blocks }}u + block) * {{ 2 * groups }}u + row % {{ 2 * groups }}u;
 }
 
 // du and ddt of a step, given what the states add up to.
 fn finish(batch_index: u32, t: u32, channel: u32, slot: u32, sum: f32, D: f32) {
     if (t < seqlen && channel < d_inner) {
-        let row = batch_index * seqlen + t;
+        let i = (batch_index * seqlen + t) * d_inner + channel;
         if (slot == 0u) {
-            du_ddt[row * d_u_delta + channel] = sum + D * dy[row * d_inner + channel];
+            du_ddt[i] = sum + D * dy[i];
         } else {
-            let i = row * d_u_delta + d_inner + channel;
-            du_ddt[i] = sum * softplus_slope(u_delta[i]);
+            du_ddt[plane + i] = sum * softplus_slope(delta[i]);
         }
     }
 }

@@ -1,4 +1,4 @@
-// h = exp(delta A) h + weight u B; y = sum over states of C h + D u; g = y silu(z); chunk_states = h at each chunk's start
+// h = exp(delta A) h + weight u B; y = sum over states of C h + D u; gy = [y silu(z) | y]; chunk_states = h at each chunk's start
 {$ include "include/scan.wgsl" $}
 $$ set lane_groups = groups // quads
 $$ set turns = ceil_div(span, lane_groups)
@@ -13,10 +13,10 @@ fn finish(batch_index: u32, t: u32, channel: u32, value: f32, z: f32) {
     if (t < seqlen && channel < d_inner) {
         let i = (batch_index * seqlen + t) * d_inner + channel;
         let e = exp(-abs(z)); // never overflows
-$$ if "y" in bound
-        y[i] = value;
+$$ if outputs == 2
+        gy[plane + i] = value;
 $$ endif
-        g[i] = value * z * select(e, 1.0, z >= 0.0) / (1.0 + e);
+        gy[i] = value * z * select(e, 1.0, z >= 0.0) / (1.0 + e);
     }
 }
 

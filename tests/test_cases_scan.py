@@ -21,13 +21,14 @@ def plan_scan(
     """A plan of one scan, forward and backward."""
     layout = Layout([ParamSpec("A_log", (d_inner, d_state)), ParamSpec("D", (d_inner,))], target)
     plan = Plan(layout, target, training)
-    wide = (batch, seqlen, 2 * d_inner)
+    inner = (batch, seqlen, d_inner)
     columns = dt_rank + 2 * d_state
     g = selective_scan(
         plan,
-        plan.persistent("u_delta", wide),
+        plan.persistent("u", inner),
+        plan.persistent("delta", inner),
         plan.persistent("x_dbl", (batch, seqlen, columns)),
-        plan.persistent("xz", wide),
+        plan.persistent("xz", (batch, seqlen, 2 * d_inner)),
         layout.param("A_log"),
         layout.param("D"),
         dt_rank=dt_rank,
@@ -57,7 +58,8 @@ def run(kernel_buffers):
         planned.append(plan)
         encoder = Encoder(kernel_buffers, plan, share_memory=False)
         encoder.poison()
-        encoder.write(plan["u_delta"], np.concatenate([u, delta], -1))
+        encoder.write(plan["u"], u)
+        encoder.write(plan["delta"], delta)
         encoder.write(plan["x_dbl"], np.concatenate([dt, B, C], -1))
         encoder.write(plan["xz"], np.full((batch, seqlen, 2 * d_inner), OPEN_GATE))
         encoder.write(plan.layout.param("A_log"), A_log)
@@ -67,7 +69,7 @@ def run(kernel_buffers):
         if plan.training:
             encoder.write(plan.grad(g), np.ones(g.shape) if dg is None else dg)
             encoder.run("backward")
-            result["du"], result["ddt"] = np.split(encoder.read(plan.grad(plan["u_delta"])), 2, -1)
+            result["du"], result["ddt"] = (encoder.read(plan.grad(plan[n])) for n in ("u", "delta"))
             dx_dbl = encoder.read(plan.grad(plan["x_dbl"]))
             assert not dx_dbl[..., 0].any()
             result["dB"], result["dC"] = np.split(dx_dbl[..., 1:], 2, -1)
@@ -250,7 +252,8 @@ def test_a_scan_that_cannot_be_planned_says_why():
     with pytest.raises(ShapeError, match=r"x_dbl is \(1, 4, 7\), must have 8 columns"):
         selective_scan(
             plan,
-            plan["u_delta"],
+            plan["u"],
+            plan["delta"],
             plan["x_dbl"],
             plan["xz"],
             plan.param("A_log"),

@@ -9,15 +9,14 @@ from tests.oracle.conv1d import conv1d_silu_backward, conv1d_silu_forward, conv1
 def test_conv1d_silu(rng, seqlen, d_conv):
     batch, d_inner = 2, 3
     arrays = {
-        "xz": rng.uniform(-1, 1, (batch, seqlen, 2 * d_inner)),
+        "x": rng.uniform(-1, 1, (batch, seqlen, 1 + d_inner)),
         "weight": rng.uniform(-1, 1, (d_inner, 1, d_conv)),
         "bias": rng.uniform(-1, 1, d_inner),
     }
-    du = rng.uniform(-1, 1, (batch, seqlen, 2 * d_inner))
+    du = rng.uniform(-1, 1, (batch, seqlen, d_inner))
 
-    def loss(xz, weight, bias):
-        u_delta = conv1d_silu_forward(xz, weight, bias, state=None)["u_delta"]
-        return (du * u_delta)[..., :d_inner].sum()
+    def loss(x, weight, bias):
+        return (du * conv1d_silu_forward(x, weight, bias, state=None, x_start=1)["u"]).sum()
 
     runs = batch * -(-seqlen // 4)
     got = conv1d_silu_backward(
@@ -25,11 +24,12 @@ def test_conv1d_silu(rng, seqlen, d_conv):
         **arrays,
         weight_partials=np.empty((runs, d_inner * d_conv)),
         bias_partials=np.empty((runs, d_inner)),
+        x_start=1,
         run=4,
     )
-    assert np.isnan(got["dxz"][..., d_inner:]).all()
+    assert np.isnan(got["dx"][..., 0]).all()
     grads = {
-        "xz": np.nan_to_num(got["dxz"]),
+        "x": np.nan_to_num(got["dx"]),
         "weight": got["weight_partials"].sum(0),
         "bias": got["bias_partials"].sum(0),
     }
@@ -38,10 +38,10 @@ def test_conv1d_silu(rng, seqlen, d_conv):
 
 def test_state_continues_a_sequence(rng):
     """Two calls with a carried state give what one call over the whole sequence gives."""
-    xz, weight, bias = (rng.uniform(-1, 1, s) for s in [(2, 9, 6), (3, 1, 4), (3,)])
-    whole = conv1d_silu_forward(xz, weight, bias, state=None)["u_delta"][..., :3]
+    x, weight, bias = (rng.uniform(-1, 1, s) for s in [(2, 9, 6), (3, 1, 4), (3,)])
+    whole = conv1d_silu_forward(x, weight, bias, state=None, x_start=2)["u"]
     state, parts = np.zeros((2, 3, 3)), []
-    for piece in (xz[:, :2], xz[:, 2:3], xz[:, 3:]):
-        parts.append(conv1d_silu_forward(piece, weight, bias, state)["u_delta"][..., :3])
-        state = conv1d_silu_state(piece, state)["state"]
+    for piece in (x[:, :2], x[:, 2:3], x[:, 3:]):
+        parts.append(conv1d_silu_forward(piece, weight, bias, state, x_start=2)["u"])
+        state = conv1d_silu_state(piece, state, x_start=2)["state"]
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=1e-12)

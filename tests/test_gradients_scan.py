@@ -23,37 +23,46 @@ class Scan:
     def forward(self, u, dt, x_dbl, xz, A_log, D):
         """All tensors that the forward pass makes."""
         v = self.values
-        u_delta = np.concatenate([u, softplus(dt)], -1)
         AD = oracle.scan_prepare(A_log, D, self.clamp)["AD"]
-        common = {"u_delta": u_delta, "x_dbl": x_dbl, "AD": AD}
+        common = {"u": u, "delta": softplus(dt), "x_dbl": x_dbl, "AD": AD}
         cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments")
         zoh = self.pick("discretization")
         local = oracle.scan_local(**common, **cut, **zoh, chunks=v["chunks"])
         states, sums = local["chunk_states"], local["delta_sums"]
         starts = oracle.scan_combine(AD, sums, self.state, states, v["per_segment"], False)
         out = oracle.scan_forward(
-            **common, xz=xz, chunk_states=starts["states"], state=self.state, **cut, **zoh
+            **common,
+            xz=xz,
+            chunk_states=starts["states"],
+            state=self.state,
+            gy=np.empty((2, u.size)),
+            **cut,
+            **zoh,
         )
+        out["g"], out["y"] = (plane.reshape(u.shape) for plane in out.pop("gy"))
         return {**common, **out}
 
     def backward(self, dg, u, dt, x_dbl, xz, A_log, D):
         saved = self.forward(u, dt, x_dbl, xz, A_log, D)
         cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments")
-        common = {k: saved[k] for k in ("u_delta", "x_dbl", "AD")}
+        common = {k: saved[k] for k in ("u", "delta", "x_dbl", "AD")}
         gate = oracle.scan_backward_gate(xz, saved["y"], dg)
         common["dy"] = gate["dg"]
-        local = oracle.scan_backward_local(**common, **cut)
+        local = oracle.scan_backward_local(**{k: common[k] for k in common if k != "u"}, **cut)
         carry = oracle.scan_combine(saved["AD"], local["delta_sums"], None, local["carry"], 1, True)
         main = oracle.scan_backward(
             **common,
             chunk_states=saved["chunk_states"],
-            carry=carry["states"],
+            du_ddt=np.empty((2, u.size)),
+            partials=carry["states"].ravel(),
+            carried=carry["states"].size,
             **cut,
             **self.pick("channels", "discretization"),
         )
         shape = self.pick("batch", "seqlen", "dt_rank", "d_state", "d_inner", "blocks", "segments")
-        sums = oracle.scan_backward_sums(main["partials"], A_log, D, **shape)
-        du, ddt = np.split(main["du_ddt"], 2, -1)
+        partials = main["partials"][carry["states"].size :]
+        sums = oracle.scan_backward_sums(partials, A_log, D, **shape)
+        du, ddt = (plane.reshape(u.shape) for plane in main["du_ddt"])
         return {
             "u": du,
             "dt": ddt,

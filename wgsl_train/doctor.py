@@ -140,13 +140,18 @@ def _cross_entropy(device: Device) -> tuple[Array, Array]:
 def _scan(device: Device) -> tuple[Array, Array]:
     """A scan of ones with decay one half: y[t] = ln 2 * (2 - 2^-t)."""
     plan = Plan(Layout([], device.target), device.target, training=False)
-    shapes = {"u_delta": (1, 5, 2), "x_dbl": (1, 5, 3), "xz": (1, 5, 2), "A_log": (1, 1), "D": (1,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "u": (1, 5, 1),
+        "delta": (1, 5, 1),
+        "x_dbl": (1, 5, 3),
+        "xz": (1, 5, 2),
+    }
+    shapes |= {"A_log": (1, 1), "D": (1,)}
     t = {name: plan.persistent(f"doctor.{name}", shape) for name, shape in shapes.items()}
-    g = selective_scan.selective_scan(
-        plan, t["u_delta"], t["x_dbl"], t["xz"], t["A_log"], t["D"], dt_rank=1, d_state=1
-    )
+    g = selective_scan.selective_scan(plan, *t.values(), dt_rank=1, d_state=1)
     encoder = Encoder(Buffers(device), plan)
-    encoder.write(t["u_delta"], np.array([[[1, np.log(2)]] * 5]))
+    encoder.write(t["u"], np.ones((1, 5, 1)))
+    encoder.write(t["delta"], np.full((1, 5, 1), np.log(2)))
     encoder.write(t["x_dbl"], np.ones((1, 5, 3)))
     encoder.write(t["xz"], np.full((1, 5, 2), 20.0))
     encoder.run("forward")

@@ -423,6 +423,12 @@ class Plan:
         """The gradient of a parameter, None where it is frozen, or of a weight that is computed."""
         return self.layout.grad(weight) if weight.root.kind == "param" else self.grad(weight)
 
+    def set_grad(self, of: Tensor, grad: Tensor) -> None:
+        """Let an activation have this tensor, of its shape, as its gradient, before its first use."""
+        if of in self._grads or of in self._alias or grad.shape != of.shape:
+            raise ShapeError(f"{grad.name} {grad.shape} cannot be the gradient of {of.name}")
+        self._grads[of] = grad
+
     def share_grad(self, of: Tensor, like: Tensor) -> None:
         """Let `of` have the gradient tensor of `like`: for out = like + f(like), residuals."""
         self._alias[of] = like

@@ -17,15 +17,20 @@ fn own_run(i: u32) -> Run {
     return Run(part / {{ ceil_div(seqlen, run) }}u, start, min(start + {{ run }}u, seqlen), part, i % {{ columns }}u, i < {{ batch * ceil_div(seqlen, run) * columns }}u);
 }
 
-// Index of the columns c of a timestep, past the end that of the last one.
-fn at(sequence: u32, t: u32, c: u32) -> u32 {
-    return (sequence * seqlen + min(t, seqlen - 1u)) * {{ two_d_inner // width }}u + c;
+// Index of the columns c of a timestep in a tensor of x's width, past the end that of the last one.
+fn x_at(sequence: u32, t: u32, c: u32) -> u32 {
+    return (sequence * seqlen + min(t, seqlen - 1u)) * {{ x_stride // width }}u + {{ x_start // width }}u + c;
+}
+
+// The same in a tensor of u's width.
+fn u_at(sequence: u32, t: u32, c: u32) -> u32 {
+    return (sequence * seqlen + min(t, seqlen - 1u)) * {{ columns }}u + c;
 }
 
 // The input before the first timestep of a run: of the same sequence, or carried, or zero.
 fn before(sequence: u32, t: i32, c: u32) -> pack {
     if (t >= 0) {
-        return xz[at(sequence, u32(t), c)];
+        return x[x_at(sequence, u32(t), c)];
     }
 $$ if "state" in bound
     return state[(sequence * context + u32(t + i32(context))) * {{ columns }}u + c];

@@ -1,4 +1,4 @@
-// Operands of a step of the selective scan. Rows of u_delta are [u | delta], rows of x_dbl [dt | B | C].
+// Operands of a step of the selective scan. Rows of x_dbl are [dt | B | C].
 // A step past the end of the sequence, or a channel past the last, has u = delta = dy = 0: it changes no state.
 const LOG2_E = 1.44269504088896340736f;
 
@@ -11,8 +11,8 @@ $$ else
 $$ endif
 }
 
-$$ for name, index in [("u", "row * d_u_delta + channel"), ("delta", "row * d_u_delta + d_inner + channel"), ("dy", "row * d_inner + channel"), ("z", "row * d_xz + d_inner + channel")]
-$$ set array = {"u": "u_delta", "delta": "u_delta", "dy": "dy", "z": "xz"}[name]
+$$ for name, index in [("u", "row * d_inner + channel"), ("delta", "row * d_inner + channel"), ("dy", "row * d_inner + channel"), ("z", "row * d_xz + d_inner + channel")]
+$$ set array = "xz" if name == "z" else name
 $$ if array in bound
 fn {{ name }}_at(row: u32, t: u32, channel: u32) -> f32 {
 $$ if ragged

@@ -26,7 +26,7 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane
 $$ for q in range(quads)
     let A{{ q }} = AD[(group + {{ q }}u) * d_inner + c];
     let rate{{ q }} = LOG2_E * A{{ q }};
-    var carried{{ q }} = {{ "carry[((wid.z * segments + wid.y) * groups + group + " ~ q ~ "u) * d_inner + c]" if "carry" in bound else "vec4f(0.0)" }};
+    var carried{{ q }} = {{ "partials[((wid.z * " ~ segments ~ "u + wid.y) * groups + group + " ~ q ~ "u) * d_inner + c]" if carried else "vec4f(0.0)" }};
     var dA{{ q }} = vec4f(0.0);
 $$ endfor
     let first = wid.y * {{ per_segment }}u;
@@ -174,7 +174,7 @@ $$ endfor
         }
     }
     if (channel < d_inner) {
-        let at = {{ batch * seqlen * blocks * 2 * groups }}u + (wid.z * {{ segments }}u + wid.y) * {{ (groups + 1) * d_inner }}u + channel;
+        let at = {{ carried // 4 + batch * seqlen * blocks * 2 * groups }}u + (wid.z * {{ segments }}u + wid.y) * {{ (groups + 1) * d_inner }}u + channel;
 $$ for q in range(quads)
         partials[at + (group + {{ q }}u) * d_inner] = dA{{ q }} * AD[(groups + group + {{ q }}u) * d_inner + channel];
 $$ endfor

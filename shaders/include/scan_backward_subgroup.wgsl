@@ -13,7 +13,7 @@ $$ for e in range(own)
 $$ for q in range(groups)
     let A{{ e }}_{{ q }} = AD[{{ q }}u * d_inner + c{{ e }}];
     let rate{{ e }}_{{ q }} = LOG2_E * A{{ e }}_{{ q }};
-    var carried{{ e }}_{{ q }} = {{ "carry[((wid.z * segments + wid.y) * groups + " ~ q ~ "u) * d_inner + c" ~ e ~ "]" if "carry" in bound else "vec4f(0.0)" }};
+    var carried{{ e }}_{{ q }} = {{ "partials[((wid.z * " ~ segments ~ "u + wid.y) * groups + " ~ q ~ "u) * d_inner + c" ~ e ~ "]" if carried else "vec4f(0.0)" }};
     var dA{{ e }}_{{ q }} = vec4f(0.0);
 $$ endfor
 $$ endfor
@@ -133,7 +133,7 @@ $$ endfor
     }
 $$ for e in range(own)
     if (channel{{ e }} < d_inner) {
-        let at = {{ batch * seqlen * blocks * 2 * groups }}u + (wid.z * {{ segments }}u + wid.y) * {{ (groups + 1) * d_inner }}u + channel{{ e }};
+        let at = {{ carried // 4 + batch * seqlen * blocks * 2 * groups }}u + (wid.z * {{ segments }}u + wid.y) * {{ (groups + 1) * d_inner }}u + channel{{ e }};
 $$ for q in range(groups)
         partials[at + {{ q * d_inner }}u] = dA{{ e }}_{{ q }} * AD[{{ groups + q }}u * d_inner + channel{{ e }}];
 $$ endfor

@@ -3,17 +3,17 @@ import numpy as np
 from . import case, oracle
 
 
-def windows(xz, d_inner, d_conv, state):
-    """x with the d_conv - 1 inputs before it, as (batch, seqlen, d_inner, d_conv)."""
-    x = xz[..., :d_inner]
+def windows(x, x_start, d_inner, d_conv, state):
+    """The columns with the d_conv - 1 inputs before them, as (batch, seqlen, d_inner, d_conv)."""
+    x = x[..., x_start : x_start + d_inner]
     if state is None:
         state = np.zeros((x.shape[0], d_conv - 1, d_inner))
     padded = np.concatenate([state, x], 1)
     return np.lib.stride_tricks.sliding_window_view(padded, d_conv, axis=1)
 
 
-def pre_activation(xz, weight, bias, state=None):
-    x = windows(xz, weight.shape[0], weight.shape[2], state)
+def pre_activation(x, x_start, weight, bias, state=None):
+    x = windows(x, x_start, weight.shape[0], weight.shape[2], state)
     return (x * weight[:, 0]).sum(-1) + (0 if bias is None else bias), x
 
 
@@ -22,13 +22,22 @@ def sigmoid(x):
 
 
 @oracle(
-    case(batch=2, seqlen=37, d_inner=5, two_d_inner=10, d_conv=4, one=1, context=3),
-    case(batch=2, seqlen=70, d_inner=12, two_d_inner=24, d_conv=3, one=1, leave_out=("state",)),
+    case(batch=2, seqlen=37, d_inner=5, x_stride=11, x_start=4, d_conv=4, one=1, context=3),
+    case(
+        batch=2,
+        seqlen=70,
+        d_inner=12,
+        x_stride=28,
+        x_start=12,
+        d_conv=3,
+        one=1,
+        leave_out=("state",),
+    ),
     case(
         batch=1,
         seqlen=2,
         d_inner=300,
-        two_d_inner=600,
+        x_stride=600,
         d_conv=5,
         one=1,
         context=4,
@@ -38,27 +47,26 @@ def sigmoid(x):
         batch=3,
         seqlen=33,
         d_inner=8,
-        two_d_inner=16,
+        x_stride=16,
         d_conv=1,
         one=1,
         leave_out=("bias", "state"),
     ),
 )
-def conv1d_silu_forward(xz, weight, bias, state):
-    pre, _ = pre_activation(xz, weight, bias, state)
-    u_delta = np.full(xz.shape, np.nan)
-    u_delta[..., : weight.shape[0]] = pre * sigmoid(pre)
-    return {"u_delta": u_delta}
+def conv1d_silu_forward(x, weight, bias, state, x_start):
+    pre, _ = pre_activation(x, x_start, weight, bias, state)
+    return {"u": pre * sigmoid(pre)}
 
 
 @oracle(
-    case(batch=2, seqlen=5, d_inner=7, two_d_inner=14, context=3),
-    case(batch=2, seqlen=1, d_inner=150, two_d_inner=300, context=3),
-    case(batch=1, seqlen=4, d_inner=4, two_d_inner=8, context=4),
+    case(batch=2, seqlen=5, d_inner=7, x_stride=14, x_start=7, context=3),
+    case(batch=2, seqlen=1, d_inner=150, x_stride=300, context=3),
+    case(batch=1, seqlen=4, d_inner=4, x_stride=8, context=4),
 )
-def conv1d_silu_state(xz, state):
+def conv1d_silu_state(x, state, x_start):
     context, d_inner = state.shape[1:]
-    return {"state": np.concatenate([state, xz[..., :d_inner]], 1)[:, -context:]}
+    x = x[..., x_start : x_start + d_inner]
+    return {"state": np.concatenate([state, x], 1)[:, -context:]}
 
 
 @oracle(
@@ -66,7 +74,7 @@ def conv1d_silu_state(xz, state):
         batch=2,
         seqlen=37,
         d_inner=5,
-        two_d_inner=10,
+        x_stride=10,
         d_conv=4,
         one=1,
         parts=6,
@@ -78,7 +86,8 @@ def conv1d_silu_state(xz, state):
         batch=2,
         seqlen=70,
         d_inner=24,
-        two_d_inner=48,
+        x_stride=56,
+        x_start=28,
         d_conv=3,
         one=1,
         parts=4,
@@ -90,7 +99,8 @@ def conv1d_silu_state(xz, state):
         batch=1,
         seqlen=3,
         d_inner=300,
-        two_d_inner=600,
+        x_stride=602,
+        x_start=1,
         d_conv=5,
         one=1,
         parts=1,
@@ -102,7 +112,7 @@ def conv1d_silu_state(xz, state):
         batch=2,
         seqlen=17,
         d_inner=8,
-        two_d_inner=16,
+        x_stride=16,
         d_conv=1,
         one=1,
         parts=4,
@@ -111,18 +121,18 @@ def conv1d_silu_state(xz, state):
         leave_out=("weight_partials",),
     ),
 )
-def conv1d_silu_backward(du_ddt, xz, weight, bias, weight_partials, bias_partials, run):
+def conv1d_silu_backward(du, x, weight, bias, weight_partials, bias_partials, x_start, run):
     d_inner, _, d_conv = weight.shape
-    batch, seqlen, _ = xz.shape
-    pre, x = pre_activation(xz, weight, bias)
+    batch, seqlen, _ = x.shape
+    dx = np.full(x.shape, np.nan)
+    pre, x = pre_activation(x, x_start, weight, bias)
     s = sigmoid(pre)
-    dpre = du_ddt[..., :d_inner] * s * (1 + pre * (1 - s))
+    dpre = du * s * (1 + pre * (1 - s))
     dpadded = np.zeros((batch, seqlen + d_conv - 1, d_inner))
-    dxz = np.full(xz.shape, np.nan)
     for k in range(d_conv):
         dpadded[:, k : k + seqlen] += dpre * weight[:, 0, k]
-    dxz[..., :d_inner] = dpadded[:, d_conv - 1 :]
-    result = {"dxz": dxz}
+    dx[..., x_start : x_start + d_inner] = dpadded[:, d_conv - 1 :]
+    result = {"dx": dx}
     runs = [(b, slice(t, t + run)) for b in range(batch) for t in range(0, seqlen, run)]
     if weight_partials is not None:
         partials = np.full(weight_partials.shape, np.nan)

@@ -37,11 +37,9 @@ def by_group(states):
 class Steps:
     """The operands of all steps, each indexed by t, with the states padded to 4 groups."""
 
-    def __init__(self, u_delta, x_dbl, AD, dt_rank, d_state, discretization="euler"):
-        d_inner, groups = u_delta.shape[-1] // 2, len(AD) // 2
-        self.u, self.delta = np.moveaxis(
-            u_delta.reshape(*u_delta.shape[:2], 2, d_inner), (2, 1), (0, 1)
-        )
+    def __init__(self, u, delta, x_dbl, AD, dt_rank, d_state, discretization="euler"):
+        groups = len(AD) // 2
+        self.u, self.delta = np.moveaxis(u, 1, 0), np.moveaxis(delta, 1, 0)
         B, C = np.split(x_dbl[..., dt_rank:], 2, -1)
         pad = [(0, 0), (0, 0), (0, 4 * groups - d_state)]
         self.B, self.C = (np.moveaxis(np.pad(v, pad), 1, 0)[:, :, None, :] for v in (B, C))
@@ -59,19 +57,13 @@ class Steps:
         return np.exp(self.exponent(t)) * h + self.weight(t) * self.u[t][..., None] * self.B[t]
 
 
-def u_delta_draw(rng, shape, values):
-    u_delta = rng.uniform(-1, 1, shape)
-    u_delta[..., shape[-1] // 2 :] = rng.uniform(0.01, 1, (*shape[:-1], shape[-1] // 2))
-    return u_delta
-
-
 def ad_draw(rng, shape, values):
     AD = rng.uniform(-2, -0.05, shape)
     AD[-1] = rng.uniform(-1, 1, shape[1:])
     return AD
 
 
-DRAW = {"u_delta": u_delta_draw, "AD": ad_draw}
+DRAW = {"delta": uniform(0.01, 1), "AD": ad_draw}
 
 
 def dims(batch=2, seqlen=9, d_inner=5, d_state=3, dt_rank=2, chunk=4, per_segment=None, **more):
@@ -81,7 +73,7 @@ def dims(batch=2, seqlen=9, d_inner=5, d_state=3, dt_rank=2, chunk=4, per_segmen
     segments = -(-chunks // per_segment)
     channels = more.pop("channels", max(1, 128 // groups))
     blocks = -(-d_inner // channels)
-    n_partials = 8 * groups * batch * seqlen * blocks
+    n_partials = more.get("carried", 0) + 8 * groups * batch * seqlen * blocks
     n_partials += 4 * batch * segments * (groups + 1) * d_inner
     return {
         "batch": batch,
@@ -100,7 +92,8 @@ def dims(batch=2, seqlen=9, d_inner=5, d_state=3, dt_rank=2, chunk=4, per_segmen
         "n_partials": n_partials,
         "planes": 2 * groups + 1,
         "quad": 4,
-        "d_u_delta": 2 * d_inner,
+        "plane": -(-batch * seqlen * d_inner // 64) * 64,
+        "two": 2,
         "d_xz": 2 * d_inner,
         "d_x_dbl": dt_rank + 2 * d_state,
         **more,
@@ -133,9 +126,9 @@ def scan_prepare(A_log, D, clamp):
     draw=DRAW,
 )
 def scan_local(
-    u_delta, x_dbl, AD, dt_rank, d_state, chunk, per_segment, segments, chunks, discretization
+    u, delta, x_dbl, AD, dt_rank, d_state, chunk, per_segment, segments, chunks, discretization
 ):
-    s = Steps(u_delta, x_dbl, AD, dt_rank, d_state, discretization)
+    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, discretization)
     _, batch, d_inner = s.u.shape
     states = np.full((batch, chunks, len(AD) // 2, d_inner, 4), np.nan)
     sums = np.full((batch, segments, d_inner), np.nan)
@@ -170,20 +163,31 @@ def scan_combine(AD, delta_sums, state, states, per_segment, reverse):
 
 
 @oracle(
-    case(("state",), **dims()),
-    case(("state", "chunk_states", "y"), **dims(seqlen=1, d_inner=33, d_state=17, chunk=1)),
-    case(("chunk_states", "y"), **dims(seqlen=7, d_inner=130, d_state=4, dt_rank=4, chunk=8)),
-    case((), **dims(seqlen=16, d_inner=32, d_state=16, dt_rank=4, chunk=8), discretization="zoh"),
-    case((), **dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3)),
-    case((), **dims(batch=1, seqlen=8, d_inner=2, d_state=1024, chunk=8)),
+    case(("state",), **dims(), outputs=2),
+    case(("state", "chunk_states"), **dims(seqlen=1, d_inner=33, d_state=17, chunk=1), outputs=1),
+    case(
+        ("chunk_states",),
+        **dims(seqlen=7, d_inner=130, d_state=4, dt_rank=4, chunk=8),
+        outputs=1,
+    ),
+    case(
+        (),
+        outputs=2,
+        **dims(seqlen=16, d_inner=32, d_state=16, dt_rank=4, chunk=8),
+        discretization="zoh",
+    ),
+    case((), **dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3), outputs=2),
+    case((), **dims(batch=1, seqlen=8, d_inner=2, d_state=1024, chunk=8), outputs=2),
     draw=DRAW,
 )
 def scan_forward(
-    u_delta,
+    u,
+    delta,
     x_dbl,
     AD,
     xz,
     chunk_states,
+    gy,
     state,
     dt_rank,
     d_state,
@@ -192,7 +196,7 @@ def scan_forward(
     segments,
     discretization,
 ):
-    s = Steps(u_delta, x_dbl, AD, dt_rank, d_state, discretization)
+    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, discretization)
     seqlen, batch, d_inner = s.u.shape
     h = np.zeros((batch, d_inner, s.A.shape[1])) if state is None else by_channel(state)
     starts, y = [], np.empty((batch, seqlen, d_inner))
@@ -204,9 +208,11 @@ def scan_forward(
         h = s.next(h, t)
         y[:, t] = (s.C[t] * h).sum(-1) + s.D * s.u[t]
     z = xz[..., d_inner:]
-    out = {"g": y * z * sigmoid(z)}
+    out = {"gy": np.full(gy.shape, np.nan)}
+    for plane, value in zip(out["gy"], (y * z * sigmoid(z), y), strict=False):
+        plane[: y.size] = value.ravel()
     if chunk_states is not None:
-        out |= {"chunk_states": np.stack(starts, 1), "y": y}
+        out["chunk_states"] = np.stack(starts, 1)
     if state is not None:
         out["state"] = by_group(h)
     return out
@@ -225,8 +231,8 @@ def scan_backward_gate(xz, y, dg):
     case(**dims(seqlen=40, d_inner=33, d_state=16, dt_rank=4, chunk=8, per_segment=2)),
     draw=DRAW,
 )
-def scan_backward_local(u_delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_segment, segments):
-    s = Steps(u_delta, x_dbl, AD, dt_rank, d_state)
+def scan_backward_local(delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_segment, segments):
+    s = Steps(delta, delta, x_dbl, AD, dt_rank, d_state)  # u plays no part
     seqlen, batch, d_inner = s.u.shape
     carry = np.full((batch, segments, len(AD) // 2, d_inner, 4), np.nan)
     sums = np.full((batch, segments, d_inner), np.nan)
@@ -242,29 +248,35 @@ def scan_backward_local(u_delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_seg
 
 
 @oracle(
-    case(("carry",), **dims()),
-    case(**dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3)),
-    case(("carry",), **dims(seqlen=32, d_inner=64, d_state=16, dt_rank=4, chunk=16)),
-    case(**dims(seqlen=21, d_inner=40, d_state=10, chunk=4, per_segment=3), discretization="zoh"),
-    case(("carry",), **dims(batch=1, seqlen=5, d_inner=3, d_state=1001, chunk=8)),
+    case(**dims()),
+    case(**dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3, carried=4 * 960)),
+    case(**dims(seqlen=32, d_inner=64, d_state=16, dt_rank=4, chunk=16)),
+    case(
+        **dims(seqlen=21, d_inner=40, d_state=10, chunk=4, per_segment=3, carried=4 * 480 + 64),
+        discretization="zoh",
+    ),
+    case(**dims(batch=1, seqlen=5, d_inner=3, d_state=1001, chunk=8)),
     draw=DRAW,
 )
 def scan_backward(
-    u_delta,
+    u,
+    delta,
     x_dbl,
     AD,
     dy,
     chunk_states,
-    carry,
+    du_ddt,
+    partials,
     dt_rank,
     d_state,
     chunk,
     per_segment,
     segments,
     channels,
+    carried,
     discretization,
 ):
-    s = Steps(u_delta, x_dbl, AD, dt_rank, d_state, discretization)
+    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, discretization)
     seqlen, batch, d_inner = s.u.shape
     h, states = 0, []
     for t in range(seqlen):
@@ -272,7 +284,11 @@ def scan_backward(
             h = by_channel(chunk_states[:, t // chunk])
         states.append(h)
         h = s.next(h, t)
-    du_ddt = np.empty_like(u_delta)
+    du, ddt = (np.empty((batch, seqlen, d_inner)) for _ in range(2))
+    carry = None
+    if carried:
+        shape = (batch, segments, len(AD) // 2, d_inner, 4)
+        carry = partials[: np.prod(shape)].reshape(shape)
     blocks = [slice(c, c + channels) for c in range(0, d_inner, channels)]
     dBC = np.empty((batch, seqlen, len(blocks), 2, s.A.shape[1]))
     dA = np.zeros((batch, segments, *s.A.shape))
@@ -282,24 +298,30 @@ def scan_backward(
         segment = t // (chunk * per_segment)
         if carry is not None and (t == seqlen - 1 or (t + 1) % (chunk * per_segment) == 0):
             e = by_channel(carry[:, segment])
-        u, delta, dy_t = s.u[t][..., None], s.delta[t][..., None], dy[:, t, :, None]
+        u_t, delta_t, dy_t = s.u[t][..., None], s.delta[t][..., None], dy[:, t, :, None]
         a, w = np.exp(s.exponent(t)), s.weight(t)
         G = s.C[t] * dy_t + e
         P = G * a * states[t]
-        GBu = G * s.B[t] * u
+        GBu = G * s.B[t] * u_t
         e = a * G
-        du_ddt[:, t, :d_inner] = (G * w * s.B[t]).sum(-1) + s.D * dy[:, t]
+        du[:, t] = (G * w * s.B[t]).sum(-1) + s.D * dy[:, t]
         ddelta = (P * s.A + GBu * (a if s.zoh else 1)).sum(-1)
-        du_ddt[:, t, d_inner:] = ddelta * -np.expm1(-s.delta[t])
-        dw_dA = delta**2 * dphi1(s.exponent(t)) if s.zoh else 0
-        dA[:, segment] += (P * delta + GBu * dw_dA) * s.derivative
+        ddt[:, t] = ddelta * -np.expm1(-s.delta[t])
+        dw_dA = delta_t**2 * dphi1(s.exponent(t)) if s.zoh else 0
+        dA[:, segment] += (P * delta_t + GBu * dw_dA) * s.derivative
         dD[:, segment] += dy[:, t] * s.u[t]
         for i, block in enumerate(blocks):
-            dBC[:, t, i, 0] = (G * w * u)[:, block].sum(1)
+            dBC[:, t, i, 0] = (G * w * u_t)[:, block].sum(1)
             dBC[:, t, i, 1] = (dy_t * s.next(states[t], t))[:, block].sum(1)
     skip = np.pad(dD[:, :, None, :, None], [(0, 0)] * 4 + [(0, 3)])
     parameters = np.concatenate([by_group(dA), skip], 2)
-    return {"du_ddt": du_ddt, "partials": np.concatenate([dBC.ravel(), parameters.ravel()])}
+    planes = np.full(du_ddt.shape, np.nan)
+    planes[0, : du.size], planes[1, : du.size] = du.ravel(), ddt.ravel()
+    untouched = np.full(carried, np.nan)
+    return {
+        "du_ddt": planes,
+        "partials": np.concatenate([untouched, dBC.ravel(), parameters.ravel()]),
+    }
 
 
 SUMS = dims(seqlen=5, d_inner=7, d_state=6, channels=3, per_segment=1)

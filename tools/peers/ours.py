@@ -148,15 +148,17 @@ class Ours(Peer):
         )
         A_log, D = layout.param("A_log"), layout.param("D")
         plan = Plan(layout, target)
-        u_delta, xz = (plan.persistent(n, (batch, seqlen, 2 * d_inner)) for n in ("u_delta", "xz"))
+        u, delta = (plan.persistent(n, (batch, seqlen, d_inner)) for n in ("u", "delta"))
+        xz = plan.persistent("xz", (batch, seqlen, 2 * d_inner))
         x_dbl = plan.persistent("x_dbl", (batch, seqlen, dt_rank + 2 * d_state))
-        g = selective_scan(plan, u_delta, x_dbl, xz, A_log, D, dt_rank=dt_rank, d_state=d_state)
+        g = selective_scan(plan, u, delta, x_dbl, xz, A_log, D, dt_rank=dt_rank, d_state=d_state)
         plan.backward()
         self._buffers = Buffers(request_device(quiet=True))
         encoder = Encoder(self._buffers, plan, share_memory=False)
         dt = np.zeros((batch, seqlen, dt_rank))
         for tensor, parts in (
-            (u_delta, [drawn["u"], drawn["delta"]]),
+            (u, [drawn["u"]]),
+            (delta, [drawn["delta"]]),
             (x_dbl, [dt, drawn["B"], drawn["C"]]),
             (xz, [drawn["z"], drawn["z"]]),
             (A_log, [drawn["A_log"]]),
@@ -168,7 +170,7 @@ class Ours(Peer):
             def read(of: Tensor, *columns: int) -> list[Any]:
                 return np.split(encoder.read(plan.grad(of)), columns, -1)
 
-            du, ddt = read(u_delta, d_inner)
+            (du,), (ddt,) = read(u), read(delta)
             _, dB, dC = read(x_dbl, dt_rank, dt_rank + d_state)
             _, dz = read(xz, d_inner)
             params = {f"d{p.name}": encoder.read(layout.grad(p)) for p in (A_log, D)}

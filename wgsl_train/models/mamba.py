@@ -75,7 +75,6 @@ def block(
     returns   (batch, seqlen, d_model) f32
     """
     c = config
-    batch, seqlen, _ = h.shape
 
     def param(name: str) -> Tensor:
         return plan.param(f"backbone.layers.{i}.{name}")
@@ -85,30 +84,28 @@ def block(
 
     n = rms_norm(plan, h, param("norm.weight"), c.norm_eps)
     xz = linear(plan, n, param("mixer.in_proj.weight"), bias("in_proj", c.use_bias), name="xz")
-    u_delta = plan.tensor("u_delta", (batch, seqlen, 2 * c.d_inner))
-    u, delta = Columns(u_delta, 0, c.d_inner), Columns(u_delta, c.d_inner, c.d_inner)
-    conv1d_silu(
+    u = conv1d_silu(
         plan,
-        xz,
+        Columns(xz, 0, c.d_inner),
         param("mixer.conv1d.weight"),
         bias("conv1d", c.use_conv_bias),
-        u_delta,
         state=state.conv if state else None,
     )
     x_dbl = linear(
         plan, u, param("mixer.x_proj.weight"), bias("x_proj", c.x_proj_bias), name="x_dbl"
     )
-    linear(
+    delta = linear(
         plan,
         Columns(x_dbl, 0, c.dt_rank),
         param("mixer.dt_proj.weight"),
         param("mixer.dt_proj.bias"),
-        out=delta,
         activation="softplus",
+        name="delta",
     )
     g = selective_scan(
         plan,
-        u_delta,
+        u,
+        delta,
         x_dbl,
         xz,
         param("mixer.A_log"),

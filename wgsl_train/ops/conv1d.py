@@ -3,8 +3,13 @@
 from ..errors import ShapeError
 from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise, spread
 from ..plan import Plan
+from .linear import Columns, columns
 from .low_rank import effective_weight
 from .sum_partials import partial
+
+
+def _packed(v: Values) -> bool:
+    return all(v[size] % 4 == 0 for size in ("d_inner", "x_stride", "x_start"))
 
 
 def _channels(d_inner: int) -> int:
@@ -24,33 +29,36 @@ def _choices(target: Target, v: Values) -> dict[str, int]:
 
 
 def _grid(v: Values) -> Grid:
-    lanes = v["batch"] * ceil_div(v["seqlen"], v["run"]) * _channels(v["d_inner"])
+    channels = v["d_inner"] // 4 if _packed(v) else v["d_inner"]
+    lanes = v["batch"] * ceil_div(v["seqlen"], v["run"]) * channels
     return spread(ceil_div(lanes, v["workgroup"]))
 
 
 FORWARD = Kernel(
     "conv1d_silu_forward",
     reads={
-        "xz": "batch seqlen two_d_inner",
+        "x": "batch seqlen x_stride",
         "weight": "d_inner one d_conv",
         "bias?": "d_inner",
         "state?": "batch context d_inner",
     },
-    writes={"u_delta": "batch seqlen two_d_inner"},
+    writes={"u": "batch seqlen d_inner"},
+    options={"x_start": 0},
     choose=_choices,
     alternatives=lambda target, v: [
         {"workgroup": workgroup, "run": run} for workgroup in (64, 128, 256) for run in (16, 32, 64)
     ],
     grid=_grid,
-    vec4=lambda v: ("xz", "bias", "state", "u_delta") if v["d_inner"] % 4 == 0 else (),
+    vec4=lambda v: ("x", "bias", "state", "u") if _packed(v) else (),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (v["d_conv"] + 2),
     traffic=lambda v: 8 * v["batch"] * v["seqlen"] * v["d_inner"],
 )
 
 STATE = Kernel(
     "conv1d_silu_state",
-    reads={"xz": "batch seqlen two_d_inner"},
+    reads={"x": "batch seqlen x_stride"},
     writes={"state": "batch context d_inner"},
+    options={"x_start": 0},
     grid=elementwise(lambda v: int(v["batch"] * v["d_inner"])),
     traffic=lambda v: 8 * v["batch"] * v["context"] * v["d_inner"],
 )
@@ -58,21 +66,22 @@ STATE = Kernel(
 BACKWARD = Kernel(
     "conv1d_silu_backward",
     reads={
-        "du_ddt": "batch seqlen two_d_inner",
-        "xz": "batch seqlen two_d_inner",
+        "du": "batch seqlen d_inner",
+        "x": "batch seqlen x_stride",
         "weight": "d_inner one d_conv",
         "bias?": "d_inner",
     },
     writes={
-        "dxz": "batch seqlen two_d_inner",
+        "dx": "batch seqlen x_stride",
         "weight_partials?": "parts stride",
         "bias_partials?": "parts bias_stride",
     },
-    options={"run": 64},  # timesteps of a lane, and of a partial sum
+    # run: timesteps of a lane, and of a partial sum
+    options={"x_start": 0, "run": 64},
     choose=by_kind({"workgroup": 64, "unroll": 4}),
     alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in (32, 128, 256)],
     grid=_grid,
-    vec4=lambda v: ("du_ddt", "xz", "bias", "dxz") if v["d_inner"] % 4 == 0 else (),
+    vec4=lambda v: ("du", "x", "bias", "dx") if _packed(v) else (),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (3 * v["d_conv"] + 6),
     traffic=lambda v: 12 * v["batch"] * v["seqlen"] * v["d_inner"],
 )
@@ -80,47 +89,52 @@ BACKWARD = Kernel(
 
 def conv1d_silu(
     plan: Plan,
-    xz: Tensor,
+    x: Tensor | Columns,
     weight: Tensor,
     bias: Tensor | None,
-    u_delta: Tensor,
     state: Tensor | None = None,
-) -> None:
-    """Filter x, the first d_inner columns of xz, over time; u = SiLU goes to those of u_delta.
+    name: str = "u",
+) -> Tensor:
+    """u = SiLU(x filtered over time), (batch, seqlen, d_inner) f32.
 
-    xz and u_delta (batch, seqlen, 2 * d_inner) f32; weight (d_inner, 1, d_conv) f32, its last tap
-    multiplying the present timestep; bias (d_inner,) f32. Inputs before the first timestep are
-    zero, or come from state (batch, d_conv - 1, d_inner) f32, which is then brought up to date.
+    x (batch, seqlen, d_inner) f32, a whole tensor or a range of columns; weight
+    (d_inner, 1, d_conv) f32, its last tap multiplying the present timestep; bias (d_inner,) f32.
+    Inputs before the first timestep are zero, or come from state (batch, d_conv - 1, d_inner) f32,
+    which is then brought up to date. The backward pass overwrites these columns of x's gradient.
     Where the plan's layout has an adapter of weight, it is added to weight.
     Raises ShapeError where shapes do not fit, or a state is given in training.
     Source: mamba_ssm's causal_conv1d_fn and causal_conv1d_update.
     """
-    batch, seqlen, _ = xz.shape
-    d_conv = weight.shape[-1]
+    d_inner, _, d_conv = weight.shape
+    x = columns(x, d_inner, "conv1d_silu: x")
+    batch, seqlen, _ = x.tensor.shape
     if d_conv == 1:
         state = None
     if state and plan.training:
         raise ShapeError("conv1d_silu carries a state between calls in inference only")
     weight = effective_weight(plan, weight, "conv1d.weight")
-    plan.dispatch(FORWARD, xz=xz, weight=weight, bias=bias, state=state, u_delta=u_delta)
+    u = plan.tensor(name, (batch, seqlen, d_inner))
+    given = {"x": x.tensor, "x_start": x.start}
+    plan.dispatch(FORWARD, **given, weight=weight, bias=bias, state=state, u=u)
     if state:
-        plan.dispatch(STATE, xz=xz, state=state)
+        plan.dispatch(STATE, **given, state=state)
 
     def backward() -> None:
-        run = _run(plan.target, batch, seqlen, weight.shape[0])
+        run = _run(plan.target, batch, seqlen, d_inner)
         parts = batch * ceil_div(seqlen, run)
         dweight = plan.weight_grad(weight)
         dbias = plan.layout.grad(bias) if bias else None
         plan.dispatch(
             BACKWARD,
-            du_ddt=plan.grad(u_delta),
-            xz=xz,
+            **given,
+            du=plan.grad(u),
             weight=weight,
             bias=bias,
-            dxz=plan.grad(xz),
+            dx=plan.grad(x.tensor),
             weight_partials=dweight and partial(plan, dweight, parts),
             bias_partials=dbias and partial(plan, dbias, parts),
             run=run,
         )
 
     plan.tape(backward)
+    return u

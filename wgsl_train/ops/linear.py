@@ -338,7 +338,7 @@ BACKWARD_WEIGHT_PARTIAL = Kernel(
 )
 
 
-def _columns(x: Tensor | Columns, width: int, of: str) -> Columns:
+def columns(x: Tensor | Columns, width: int, of: str) -> Columns:
     """x as a range of columns, checked to be `width` wide and inside its tensor."""
     if isinstance(x, Tensor):
         x = Columns(x, 0, x.shape[-1])
@@ -368,7 +368,7 @@ def plan_forward(
     B (d_out, rank), both or none. Raises ShapeError where they do not fit.
     """
     d_out, d_in = weight.shape
-    x, out = _columns(x, d_in, "linear_forward: x"), _columns(out, d_out, "linear_forward: out")
+    x, out = columns(x, d_in, "linear_forward: x"), columns(out, d_out, "linear_forward: out")
     plan.dispatch(
         FORWARD,
         x=x.tensor,
@@ -409,8 +409,8 @@ def plan_backward_x(
     Where the tiles of dx are too few to fill the adapter the sum is split in parts.
     """
     d_out, d_in = weight.shape
-    dout = _columns(dout, d_out, "linear_backward_x: dout")
-    dx = _columns(dx, d_in, "linear_backward_x: dx")
+    dout = columns(dout, d_out, "linear_backward_x: dout")
+    dx = columns(dx, d_in, "linear_backward_x: dx")
     rows = dout.tensor.size // dout.tensor.shape[-1]
     parts = _parts(plan.target, rows, d_in, d_out, dispatch=2e-5)
     given: dict[str, Any] = {
@@ -448,8 +448,8 @@ def plan_backward_weight(
     `sum_partials`, which the caller plans. Raises ShapeError where shapes do not fit.
     """
     d_out, d_in = dweight.shape
-    dout = _columns(dout, d_out, "linear_backward_weight: dout")
-    x = _columns(x, d_in, "linear_backward_weight: x")
+    dout = columns(dout, d_out, "linear_backward_weight: dout")
+    x = columns(x, d_in, "linear_backward_weight: x")
     rows = dout.tensor.size // dout.tensor.shape[-1]
     given: dict[str, Any] = {
         "dout": dout.tensor,
@@ -523,7 +523,6 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    out: Columns | None = None,
     residual: Tensor | None = None,
     activation: Activation = "none",
     name: str = "out",
@@ -538,18 +537,16 @@ def linear(
     x           (*, d_in), a whole tensor or a range of columns
     weight      (d_out, d_in), a parameter
     bias        (d_out), a parameter
-    out         columns to write; by default a new tensor `name` of shape (*, d_out)
     residual    (*, d_out); its gradient is then out's own, and is only added into
     activation  softplus: the gradient of `out` is expected to hold the gradient before the
                 activation, since the op that reads `out` can fold in the derivative for free
 
-    Returns the tensor written. The backward adds into x's gradient, and into those of weight and
+    Returns a new tensor `name` (*, d_out). The backward adds into x's gradient, and into those of weight and
     bias where they are trained. Raises ShapeError where shapes do not fit.
     """
     d_out, d_in = weight.shape
-    x = _columns(x, d_in, "linear: x")
-    if out is None:
-        out = Columns(plan.tensor(name, (*x.tensor.shape[:-1], d_out)), 0, d_out)
+    x = columns(x, d_in, "linear: x")
+    out = plan.tensor(name, (*x.tensor.shape[:-1], d_out))
     adapter, low = plan.layout.adapters.get(weight), None
     if adapter:
         low = plan_low(plan, x, adapter, f"{name}_low")
@@ -557,10 +554,10 @@ def linear(
         plan, x, weight, out, bias, residual, activation, low, adapter.b if adapter else None
     )
     if residual is not None:
-        plan.share_grad(out.tensor, residual)
+        plan.share_grad(out, residual)
 
     def backward() -> None:
-        dout = Columns(plan.grad(out.tensor), out.start, out.width)
+        dout = plan.grad(out)
         dweight = plan.layout.grad(weight)
         dbias = None if bias is None else plan.layout.grad(bias)
         if dweight is None and dbias is not None:  # rare; the kernel makes both
@@ -574,4 +571,4 @@ def linear(
         plan_backward_x(plan, dout, weight, dx, dlow, adapter.a if adapter else None)
 
     plan.tape(backward)
-    return out.tensor
+    return out

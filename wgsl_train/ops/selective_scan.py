@@ -12,10 +12,11 @@ that neighbouring lanes, which hold neighbouring channels, read neighbouring vec
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from ..errors import ConfigError, ShapeError
-from ..kernel import Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise
+from ..kernel import ALIGN, Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise, round_up
 from ..plan import Plan
 from .low_rank import effective_weight
 
@@ -112,10 +113,16 @@ def _steps(v: Values) -> int:
 
 _SHAPE = {"dt_rank": 1, "d_state": 16, "chunk": CHUNK, "per_segment": 1, "segments": 1}
 _OPERANDS = {
-    "u_delta": "batch seqlen d_u_delta",
+    "u": "batch seqlen d_inner",
+    "delta": "batch seqlen d_inner",
     "x_dbl": "batch seqlen d_x_dbl",
     "AD": "planes d_inner quad",
 }
+
+
+def _without(operand: str) -> dict[str, str]:
+    return {name: shape for name, shape in _OPERANDS.items() if name != operand}
+
 
 PREPARE = Kernel(
     "scan_prepare",
@@ -160,8 +167,7 @@ FORWARD = Kernel(
     reads={**_OPERANDS, "xz": "batch seqlen d_xz"},
     writes={
         "chunk_states?": "batch chunks groups d_inner quad",
-        "y?": "batch seqlen d_inner",
-        "g": "batch seqlen d_inner",
+        "gy": "outputs plane",  # g, then y where the backward pass needs it
         "state?": "batch groups d_inner quad",
     },
     options={**_SHAPE, "discretization": "euler"},
@@ -183,7 +189,7 @@ BACKWARD_GATE = Kernel(
 
 BACKWARD_LOCAL = Kernel(
     "scan_backward_local",
-    reads={**_OPERANDS, "dy": "batch seqlen d_inner"},
+    reads={**_without("u"), "dy": "batch seqlen d_inner"},
     writes={
         "carry": "batch segments groups d_inner quad",
         "delta_sums": "batch segments d_inner",
@@ -201,13 +207,13 @@ BACKWARD = Kernel(
         **_OPERANDS,
         "dy": "batch seqlen d_inner",
         "chunk_states": "batch chunks groups d_inner quad",
-        "carry?": "batch segments groups d_inner quad",
     },
-    writes={"du_ddt": "batch seqlen d_u_delta", "partials": "n_partials"},
-    options={**_SHAPE, "channels": 32, "discretization": "euler"},
+    # du, then ddt; partials begin with what BACKWARD_LOCAL and COMBINE found, in `carried` elements
+    writes={"du_ddt": "two plane", "partials": "n_partials"},
+    options={**_SHAPE, "channels": 32, "carried": 0, "discretization": "euler"},
     choose=_backward_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
-    vec4=lambda v: ("AD", "chunk_states", "carry", "partials", *_packed(v)),
+    vec4=lambda v: ("AD", "chunk_states", "partials", *_packed(v)),
     flops=lambda v: 18 * _steps(v),
 )
 
@@ -232,7 +238,8 @@ BACKWARD_SUMS = Kernel(
 
 def selective_scan(
     plan: Plan,
-    u_delta: Tensor,
+    u: Tensor,
+    delta: Tensor,
     x_dbl: Tensor,
     xz: Tensor,
     A_log: Tensor,
@@ -252,12 +259,12 @@ def selective_scan(
     h[t] = exp(delta A) h[t-1] + weight B u,  y = sum_n C h + D u,  result = y * silu(z), where
     A = -exp(A_log) and weight is delta ("euler") or (exp(delta A) - 1) / A ("zoh").
 
-    u_delta (batch, seqlen, 2 d_inner) f32 holds [u | delta] (delta after its softplus), x_dbl
+    u and delta (batch, seqlen, d_inner) f32, delta after its softplus; x_dbl
     (batch, seqlen, dt_rank + 2 d_state) holds [dt | B | C], xz (batch, seqlen, 2 d_inner) holds
     [x | z]; A_log (d_inner, d_state), D (d_inner,). Returns (batch, seqlen, d_inner).
 
-    The backward pass writes all of u_delta's gradient, for delta the one before its softplus; all
-    of x_dbl's, 0 for dt; and the z half of xz's. It adds to A_log's and D's where they train.
+    The backward pass writes all of the gradients of u; of delta, the one before its softplus; and
+    of x_dbl, 0 for dt; and the z half of xz's. It adds to A_log's and D's where they train.
     Where the plan's layout has an adapter of A_log, it is added to A_log.
 
     a_log_clamp   A_log is clamped to this range, without a gradient outside it
@@ -270,15 +277,15 @@ def selective_scan(
     Raises ShapeError where shapes do not fit or d_state is above 1,024, ConfigError where the
     discretization is unknown. Source: Gu & Dao, "Mamba" (2023), algorithm 2 and section 3.3.2.
     """
-    batch, seqlen, _ = u_delta.shape
-    d_inner, groups = A_log.shape[0], _groups(d_state)
+    batch, seqlen, d_inner = u.shape
+    groups = _groups(d_state)
     if not 1 <= d_state <= MAX_STATE:
         raise ShapeError(f"selective_scan: d_state is {d_state}, must be 1 to {MAX_STATE:,}")
     if discretization not in ("euler", "zoh"):
         raise ConfigError(f"discretization is {discretization!r}, must be 'euler' or 'zoh'")
     columns = {
         "A_log": (A_log, d_state),
-        "u_delta": (u_delta, 2 * d_inner),
+        "delta": (delta, d_inner),
         "xz": (xz, 2 * d_inner),
         "x_dbl": (x_dbl, dt_rank + 2 * d_state),
     }
@@ -304,18 +311,19 @@ def selective_scan(
     walk = cut(FORWARD_WORKGROUPS)
     segments = walk["segments"]
     operands: dict[str, Tensor] = {
-        "u_delta": u_delta,
+        "u": u,
+        "delta": delta,
         "x_dbl": x_dbl,
         "AD": plan.tensor(f"{name}.AD", (2 * groups + 1, d_inner, 4)),
     }
     A_log = effective_weight(plan, A_log, f"{name}.A_log")
     plan.dispatch(PREPARE, A_log=A_log, D=D, AD=operands["AD"], clamp=a_log_clamp)
-    chunk_states = y = None
+    chunk_states = None
+    plane = round_up(u.size, ALIGN)
     if plan.training or segments > 1:
         chunk_states = plan.tensor(f"{name}.chunk_states", (batch, chunks, groups, d_inner, 4))
-    if plan.training:
-        y = plan.tensor(f"{name}.y", (batch, seqlen, d_inner))
-    g = plan.tensor(name, (batch, seqlen, d_inner))
+    gy = plan.tensor(f"{name}.gy", (2 if plan.training else 1, plane))
+    g = gy.view(0, u.shape, f"{gy.name}.g")
     if segments > 1:
         sums = plan.tensor(f"{name}.delta_sums", (batch, segments, d_inner))
         plan.dispatch(
@@ -340,8 +348,7 @@ def selective_scan(
         **operands,
         xz=xz,
         chunk_states=chunk_states,
-        y=y,
-        g=g,
+        gy=gy,
         state=state,
         **shape,
         **walk,
@@ -352,14 +359,19 @@ def selective_scan(
         walk = cut(BACKWARD_WORKGROUPS)
         segments = walk["segments"]
         dy = plan.grad(g)
+        y = gy.view(plane, u.shape, f"{gy.name}.y")
         plan.dispatch(BACKWARD_GATE, xz=xz, y=y, dg=dy, dxz=plan.grad(xz))
-        carry = None
-        if segments > 1:
-            carry = plan.tensor(f"{g.name}.carry", (batch, segments, groups, d_inner, 4))
+        carry_shape = (batch, segments, groups, d_inner, 4)
+        carried = round_up(math.prod(carry_shape), ALIGN) if segments > 1 else 0
+        dBC_size = batch * seqlen * blocks * 2 * groups * 4
+        sums_size = dBC_size + batch * segments * (groups + 1) * d_inner * 4
+        partials = plan.tensor(f"{g.name}.partials", (carried + sums_size,))
+        if carried:
+            carry = partials.view(0, carry_shape)
             sums = plan.tensor(f"{g.name}.carry_delta_sums", (batch, segments, d_inner))
             plan.dispatch(
                 BACKWARD_LOCAL,
-                **operands,
+                **{name: tensor for name, tensor in operands.items() if name != "u"},
                 dy=dy,
                 carry=carry,
                 delta_sums=sums,
@@ -367,25 +379,25 @@ def selective_scan(
                 **walk,
             )
             plan.dispatch(COMBINE, AD=operands["AD"], delta_sums=sums, states=carry, reverse=True)
-        dBC_size = batch * seqlen * blocks * 2 * groups * 4
-        parameters_size = batch * segments * (groups + 1) * d_inner * 4
-        partials = plan.tensor(f"{g.name}.partials", (dBC_size + parameters_size,))
+        du_ddt = plan.tensor(f"{g.name}.du_ddt", (2, plane))
+        plan.set_grad(u, du_ddt.view(0, u.shape, f"d{u.name}"))
+        plan.set_grad(delta, du_ddt.view(plane, u.shape, f"d{delta.name}"))
         plan.dispatch(
             BACKWARD,
             **operands,
             dy=dy,
             chunk_states=chunk_states,
-            carry=carry,
-            du_ddt=plan.grad(u_delta),
+            du_ddt=du_ddt,
             partials=partials,
             **shape,
             **walk,
             channels=channels,
+            carried=carried,
             discretization=discretization,
         )
         plan.dispatch(
             BACKWARD_SUMS,
-            partials=partials,
+            partials=partials.view(carried, (sums_size,)),
             dx_dbl=plan.grad(x_dbl),
             dA_log=plan.weight_grad(A_log),
             dD=plan.layout.grad(D),
