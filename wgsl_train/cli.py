@@ -818,7 +818,7 @@ def tune(
     For the kernels of one training step of these sizes. The fastest are stored in the user's cache
     folder (or WGSL_TRAIN_CACHE), by adapter, driver and version; every later run on this adapter
     uses them where its sizes are the same, unless WGSL_TRAIN_NO_TUNING is 1, and notes them in
-    its folder's tuning.json.
+    its folder's tuning.json. What is found is stored kernel by kernel, so that it may be stopped.
     """
     _, config = _model_to_measure(model, given)
     opened = _open(device, require_gpu, allow_cpu_adapter)
@@ -835,6 +835,8 @@ def tune(
     ):
         out.print(_tuned_line(row))
         found[row.key] = row.choices
+        if not dry_run:
+            file = tuned.store(opened.identity, {row.key: row.choices})
         total += row.dispatches * row.default
         saved += row.dispatches * (row.default - row.best)
     if not found:
@@ -843,7 +845,7 @@ def tune(
         f"{len(found)} measured: {saved * 1e3:.3f} ms of {total * 1e3:.3f} ms a step are saved"
     )
     if not dry_run:
-        err.print(f"stored     {tuned.store(opened.identity, found)}")
+        err.print(f"stored     {file}")
 
 
 def _tuned_line(row: Tuned) -> str:

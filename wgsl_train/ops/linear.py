@@ -117,6 +117,21 @@ _STAGED = (
 )
 
 
+def _staged_tiles(
+    target: Target, m: int, n: int, parts: int
+) -> list[tuple[int, int, int, int, float]]:
+    """Rows like _STAGED's: those, and where the sum is split, so that there are workgroups enough,
+    tiles that are 128 long and as narrow as a narrow product."""
+    tiles = list(_STAGED)
+    for size, turned in ((n, False), (m, True)):
+        width = round_up(size, 16)
+        if parts > 1 and width < 128:
+            thin = 4 if 128 // 8 * width // 4 <= target.max_invocations else 8
+            tile = (width, 128, thin, 8, 0.7) if turned else (128, width, 8, thin, 0.7)
+            tiles.append(tile)
+    return tiles
+
+
 def _fastest(
     target: Target,
     m: int,
@@ -136,7 +151,10 @@ def _fastest(
         filling = 0.25  # waves' worth of time in which the adapter starts and drains
         return float((waves + filling) * work) / (adapter.flops / adapter.units * speed)
 
-    estimates = [(seconds(m_, n_, speed), m_, n_, tm, tn) for m_, n_, tm, tn, speed in _STAGED]
+    estimates = [
+        (seconds(m_, n_, speed), m_, n_, tm, tn)
+        for m_, n_, tm, tn, speed in _staged_tiles(target, m, n, parts)
+    ]
     best, tile_m, tile_n, thread_m, thread_n = min(estimates)
     tile_k = _tile_k(target, tile_m, tile_n, packed)
     ahead = prefetch and depth // parts >= 256  # it loads one round that is not used
@@ -177,8 +195,8 @@ def _choose(
     return choose
 
 
-def _alternatives(*packed: str) -> Callable[[Target, Values], list[dict[str, Any]]]:
-    """Tuning choices to measure: all tiles, with and without prefetch.
+def _alternatives(m: str, n: str, *packed: str) -> Callable[[Target, Values], list[dict[str, Any]]]:
+    """Tuning choices to measure for a product of these sizes: all tiles, with and without prefetch.
 
     packed   the ways to lay operands out that the kernel allows beside turning all of them
     """
@@ -190,7 +208,8 @@ def _alternatives(*packed: str) -> Callable[[Target, Values], list[dict[str, Any
                 return plain
             widths = (8, 16, 24, 32, 40)
             return plain[:2] + [direct(m, n, lanes=8) for m in (4, 8) for n in widths]
-        tiles = [*_STAGED, (64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
+        tiles = _staged_tiles(target, v[m], v[n], v.get("parts", 1))
+        tiles += [(64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
         return [
             staged(m, n, _tile_k(target, m, n, how), tm, tn, prefetch=prefetch, packed=how)
             for m, n, tm, tn, _ in tiles
@@ -261,7 +280,7 @@ FORWARD = Kernel(
     writes={"out": "*rows out_stride"},
     options={"x_start": 0, "out_start": 0, "activation": "none", "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_out", "d_in", packed="ab"),
-    alternatives=_alternatives("ab"),
+    alternatives=_alternatives("rows", "d_out", "ab"),
     grid=_grid("rows", "d_out"),
     vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, low=_RANK, B=_RANK, out=_OUT),
     stored=_stored,
@@ -275,7 +294,7 @@ BACKWARD_X = Kernel(
     adds={"dx": "*rows dx_stride"},
     options={"dout_start": 0, "dx_start": 0, "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_in", "d_out"),
-    alternatives=_alternatives("a"),
+    alternatives=_alternatives("rows", "d_in", "a"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(
         dout=_DOUT,
@@ -295,7 +314,7 @@ BACKWARD_X_PARTIAL = Kernel(
     writes={"dx_partials": "parts part_stride"},
     options={"dout_start": 0, "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_in", "d_out"),
-    alternatives=_alternatives("a"),
+    alternatives=_alternatives("rows", "d_in", "a"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(
         dout=_DOUT,
@@ -315,7 +334,7 @@ BACKWARD_WEIGHT = Kernel(
     adds={"dweight": "d_out d_in", "dbias?": "d_out"},
     options={"dout_start": 0, "x_start": 0},
     choose=_choose("d_out", "d_in", "rows", prefetch=False, tall=True),
-    alternatives=_alternatives(),
+    alternatives=_alternatives("d_out", "d_in"),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
     flops=_flops,
@@ -328,7 +347,7 @@ BACKWARD_WEIGHT_PARTIAL = Kernel(
     writes={"weight_partials": "parts weight_stride", "bias_partials?": "parts bias_stride"},
     options={"d_out": 1, "d_in": 1, "dout_start": 0, "x_start": 0},
     choose=_choose("d_out", "d_in", "rows", tall=True),
-    alternatives=_alternatives(),
+    alternatives=_alternatives("d_out", "d_in"),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, weight_partials=("d_in", "weight_stride")),
     flops=_flops,
