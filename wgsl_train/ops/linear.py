@@ -168,7 +168,7 @@ def _tile_k(target: Target, tile_m: int, tile_n: int, packed: str) -> int:
     # a packed tile is a quarter larger, which 16 KiB hold only half as deep
     if packed and target.max_workgroup_memory < 32768:
         return 8
-    return 16 if tile_m * tile_n > 64 * 64 else 32
+    return 16 if tile_m + tile_n > 128 else 32  # in 16 KiB
 
 
 def _choose(
