@@ -11,7 +11,7 @@ ROOT = Path(wgsl_train.__file__).parent
 LAYERS = [
     {"errors"},
     {"config"},
-    {"kernel", "data", "checkpoint"},
+    {"kernel", "data", "checkpoint", "quantize"},
     {"tuned"},
     {"plan", "device"},
     {"ops", "encoder"},

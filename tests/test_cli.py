@@ -286,6 +286,59 @@ def test_narrow_training_and_widening_again(run, train):
     refuses(unknown, r"TrainConfig.train is 'q_proj'; allowed: patterns that match some of back")
 
 
+def sentences(words, count, seed):
+    """Words in an order that nobody has seen."""
+    return " ".join(np.random.default_rng(seed).choice(words.split(), count)).encode()
+
+
+@pytest.mark.parametrize("lora_base", ["f32", "int8"])
+def test_an_adapter_beats_its_base_on_text_that_neither_has_seen(run, train, tmp_path, lora_base):
+    """Both know English letters; only the adapter has met these words."""
+    words = "pack my box with five dozen liquor jugs"
+    for name, seed in (("new.txt", 0), ("unseen.txt", 1)):
+        (tmp_path / name).write_bytes(sentences(words, 300, seed))
+    assert train("--lr=1e-2", out="base", steps=20).code == 0
+    done = train(
+        "--from-pretrained=base", "--lora-rank=4", "--lora-alpha=8", "--lr=1e-2",
+        f"--lora-base={lora_base}", "--lora-targets=in_proj,out_proj,embeddings,conv1d",
+        data="new.txt", out="lora", steps=40,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    seen = run("compare", "base", "lora", "--data=unseen.txt", "--batch-size=2", "--seq-len=16")
+    found = json.loads(seen.out)
+    assert found["loss_b"] < found["loss_a"] - 0.2
+    assert found["wins"] > 0.6
+
+
+def test_a_base_in_fewer_bits(run, train, tmp_path):
+    (tmp_path / "new.txt").write_bytes(b"pack my box with five dozen liquor jugs. " * 40)
+    assert train("--lr=1e-2", out="base", steps=3).code == 0
+    given = ("--from-pretrained=base", "--lora-base=int8")
+    refuses(train(*given, out="other"), "lora_base is 'int8'.*there is none: set lora_rank")
+    refuses(
+        train(*given[:1], "--lora-base=int4", out="other"), "lora_base is 'int4'; allowed: 'f32'"
+    )
+    done = train(*given, "--lora-rank=2", data="new.txt", out="lora", steps=4)
+    assert done.code == 0, done.err
+    weights = 256 * 8 + 32 * 8 + 9 * 16 + 16 * 1 + 8 * 16
+    saved = 4 * weights - (weights + 4 * (256 + 32 + 9 + 16 + 8))
+    assert f"base       int8: {weights:,} weights in {4 * weights - saved:,} bytes" in done.err
+    assert f"{saved:,} fewer than as f32" in done.err
+    state = json.loads((checkpoint.latest(tmp_path / "lora") / "trainer_state.json").read_text())
+    assert state["parameters"]["base_bytes_saved"] == saved
+    assert state["train"]["lora_base"] == "int8"
+    again = run("train", "--data=new.txt", "--out=lora", "--resume", "--steps=5")
+    assert again.code == 0, again.err
+    assert "base       int8" in again.err
+    assert run("merge", "lora", "--out=merged").code == 0
+
+    def loss(model):
+        seen = run("eval", model, "--data=new.txt", "--batch-size=2", "--seq-len=16")
+        return json.loads(seen.out)["eval_loss"]
+
+    assert loss("merged") == pytest.approx(loss("lora"), rel=1e-5)
+
+
 def test_an_adapter_learns_new_text_better_than_its_base_knows_it(run, train, tmp_path):
     (tmp_path / "new.txt").write_bytes(b"pack my box with five dozen liquor jugs. " * 40)
     assert train("--lr=1e-2", out="base", steps=20).code == 0

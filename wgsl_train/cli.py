@@ -334,7 +334,7 @@ def train(
         checkpoint.clean(out_dir)
         _check_free(out_dir, resume)
         if source:
-            model = Model.from_pretrained(source, opened)
+            model = Model.from_pretrained(source, opened, train_config.lora_base)
         else:
             model = Model(model_config, opened, train_config.seed)
         if not start:
@@ -400,16 +400,19 @@ def _model_config(
 
 def _adapter(model: MambaConfig, config: TrainConfig, source: Path | None) -> Lora | None:
     """The adapter that will train: the source's own, or a new one."""
+    adapter = Lora.of(model, config) if config.lora_rank else None
     if source and (source / lora.CONFIG).exists():
-        return lora.load(source, model)[0]
-    return Lora.of(model, config) if config.lora_rank else None
+        adapter = lora.load(source, model)[0]
+    Lora.check_base(adapter, config)
+    return adapter
 
 
 def _layout(
     model: MambaConfig, config: TrainConfig, adapter: Lora | None, target: Target
 ) -> Layout:
     if adapter:
-        return Layout(lora.adapted(model, adapter), target, adapter.low_rank(), config.shard)
+        specs = lora.adapted(model, adapter, config.lora_base)
+        return Layout(specs, target, adapter.low_rank(), config.shard)
     specs = parameters(model)
     trained = config.trained(spec.name for spec in specs)
     return Layout(
@@ -466,6 +469,12 @@ def _description(
         + f"{trainable:,} trainable of {n:,} ({trainable / n:.2%}); optimizer state "
         f"{8 * owned:,} bytes{saved}"
     )
+    stored, as_f32 = layout.stored_bytes
+    if stored:
+        yield (
+            f"base       {config.lora_base}: {as_f32 // 4:,} weights in {stored:,} bytes, "
+            f"{as_f32 - stored:,} fewer than as f32"
+        )
     yield f"memory     {_memory_line(memory)}"
 
 

@@ -59,6 +59,7 @@ from .errors import ConfigError
 
 WRITE_THROUGH = {"train": ("*.x_proj.*",), "max_delta": 0.05}
 LORA_TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj")
+LoraBase = Literal["f32", "f16", "int8"]
 NO_DECAY = ("*A_log", "*.D", "*norm*.weight", "*.bias")
 VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers cannot express
 HYBRID = "wgsl_train_hybrid"  # and of those whose layers are not all plain Mamba
@@ -646,6 +647,8 @@ class TrainConfig(_Checked):
     lora_alpha               the adapter counts lora_alpha / rank times
     lora_targets             weights that get an adapter: any projection's, conv1d, A_log,
                              embeddings (and with them a tied head), lm_head
+    lora_base                storage of the frozen matrices under an adapter: "f32", "f16", or
+                             "int8" with a factor a row, which are rounded (QLoRA)
     shard                    (index, count): update every count-th parameter from index on, no other
     steps                    optimizer steps of the whole run; or epochs
     epochs                   passes over the data; or steps
@@ -680,6 +683,7 @@ class TrainConfig(_Checked):
     lora_rank: int = _rule(0, 0, 1 << 16)
     lora_alpha: float = _rule(16.0, 1e-6, 1e6)
     lora_targets: tuple[str, ...] = LORA_TARGETS
+    lora_base: Literal["f32", "f16", "int8"] = _rule("f32", among=("f32", "f16", "int8"))
     shard: tuple[int, int] | None = None
     steps: int | None = _rule(None, 1)
     epochs: int | None = _rule(None, 1)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import checkpoint
-from .config import MambaConfig, TrainConfig
+from .config import LoraBase, MambaConfig, TrainConfig
 from .data import IGNORED, target_ids, token_ids
 from .device import Device, request_device, with_target
 from .encoder import Buffers, Encoder
@@ -24,9 +24,11 @@ from .ops.cross_entropy import head_logits, language_model_loss
 from .ops.mean_pool import mean_pool
 from .ops.optimizer import Optimizer, optimizer
 from .plan import Layout, ParamSpec, Plan
+from .quantize import dequantize, quantize
 
 Array = np.ndarray[Any, Any]
 
+_BASE = "wgsl_train.lora_base"  # key of a weights file's metadata: its matrices are such values
 _PREFILL = 64  # tokens of a prompt taken in one submit; the rest go one by one
 
 
@@ -69,11 +71,13 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Merged:
-    """What it takes to undo a merge: the adapter, its weights, and the weights it changed."""
+    """What it takes to undo a merge: the adapter, its weights, the weights it changed, and how
+    these were stored."""
 
     adapter: lora.Lora
     added: Mapping[str, Array]
     before: Mapping[str, Array]
+    base: LoraBase
 
 
 def plan_step(
@@ -148,14 +152,22 @@ class Model:
         for name, array in initialize(config, seed):
             self._write(name, array)
 
-    def _setup(self, config: MambaConfig, device: Device | None) -> None:
+    def _setup(
+        self, config: MambaConfig, device: Device | None, lora_base: LoraBase = "f32"
+    ) -> None:
         self.config = config
+        self.lora_base: LoraBase = lora_base  # how the matrices under an adapter are stored
         self.device = device or request_device()
         self.buffers = Buffers(self.device)
         self.adapter: lora.Lora | None = None
         self.source: str | None = None  # where it was loaded from
         self._merged: _Merged | None = None
-        self._lay_out(language_model.parameters(config))
+        self._lay_out(self._specs)
+
+    @property
+    def _specs(self) -> list[ParamSpec]:
+        """The parameters of the model and its adapter, before it is chosen which train."""
+        return lora.adapted(self.config, self.adapter, self.lora_base)
 
     def _lay_out(self, specs: Sequence[ParamSpec], shard: tuple[int, int] | None = None) -> None:
         """Place the parameters; whatever was compiled for other places is forgotten."""
@@ -219,10 +231,19 @@ class Model:
 
     def _write(self, name: str, array: Array, of: Callable[[Tensor], Tensor] = lambda t: t) -> None:
         for first, piece in self.layout.pieces[name]:
-            self.buffers.write(of(piece), array[first : first + piece.shape[0]])
+            rows, tensor = array[first : first + piece.shape[0]], of(piece)
+            if tensor.dtype != "f32":
+                rows, factors = quantize(rows, tensor.dtype, name)
+                if factors is not None:
+                    self.buffers.write(self.layout.scales[piece], factors)
+            self.buffers.write(tensor, rows)
 
     def _read(self, name: str, of: Callable[[Tensor], Tensor] = lambda t: t) -> Array:
-        pieces = [self.buffers.read(of(piece)) for _, piece in self.layout.pieces[name]]
+        pieces = []
+        for _, piece in self.layout.pieces[name]:
+            factors = self.layout.scales.get(of(piece))
+            stored = self.buffers.read(of(piece))
+            pieces.append(dequantize(stored, self.buffers.read(factors) if factors else None))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def state_dict(self) -> dict[str, Array]:
@@ -246,18 +267,25 @@ class Model:
             self._write(name, np.asarray(state[name], np.float32))
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, device: Device | None = None) -> Model:
+    def from_pretrained(
+        cls, path: str | Path, device: Device | None = None, lora_base: LoraBase | None = None
+    ) -> Model:
         """Load a folder with config.json and model.safetensors: ours, Hugging Face's, mamba_ssm's.
 
         An adapter that lies beside them is loaded too.
         A run's folder stands for its newest whole checkpoint. Raises CheckpointError or
         ConfigError naming what does not fit.
+
+        lora_base   how matrices are stored on the device, as in TrainConfig; by default as they
+                    were when the folder was saved
         """
         folder = find_checkpoint(path)
         config = MambaConfig.from_hugging_face(checkpoint.read_json(folder / checkpoint.CONFIG))
         tensors = checkpoint.model_tensors(folder, config.tie_embeddings)
         model = cls.__new__(cls)
-        model._setup(config, device)
+        known = tensors.metadata.get(_BASE)
+        saved: LoraBase = known if known in ("f16", "int8") else "f32"  # type: ignore[assignment]
+        model._setup(config, device, lora_base or saved)
         model.load_state_dict(tensors, str(folder))
         model.source = str(path)
         if (folder / lora.CONFIG).exists():
@@ -268,33 +296,47 @@ class Model:
         """Write config.json and model.safetensors, as `transformers` reads them.
 
         An adapter is written beside them, and not added to the weights: see `merge_adapter`.
+        Matrices that are stored as f16 or int8 are written as float32, of the values that they
+        have there: not those that were rounded once. The file's metadata say so.
         Raises CheckpointError where a weight is not finite, or the disk refuses.
         """
         folder = checkpoint.make_folder(path)
         checkpoint.write_json(folder / checkpoint.CONFIG, self.config.to_hugging_face())
         weights = ((name, self._read(name)) for name in self._shapes)  # one at a time
-        checkpoint.save_tensors(folder / checkpoint.WEIGHTS, weights, shapes=self._shapes)
+        metadata = {"format": "pt"} | ({_BASE: self.lora_base} if self.lora_base != "f32" else {})
+        checkpoint.save_tensors(folder / checkpoint.WEIGHTS, weights, metadata, self._shapes)
         if self.adapter:
             self.save_adapter(folder)
 
     # -- adapters ----------------------------------------------------------------------------
 
     def add_adapter(self, train: TrainConfig) -> None:
-        """Add the low-rank adapter that a configuration asks for; it changes nothing yet.
+        """Add the low-rank adapter that a configuration asks for; it changes nothing yet, but for
+        the rounding of a narrower lora_base.
 
         Raises ConfigError where the model has one already.
         """
         if self.adapter:
             raise ConfigError("the model has an adapter: merge it before another one is added")
         adapter = replace(lora.Lora.of(self.config, train), base=self.source)
+        self.lora_base = train.lora_base
         self._adapt(adapter, adapter.initialize(self.config, train.seed))
 
     def _adapt(self, adapter: lora.Lora, weights: Iterable[tuple[str, Array]]) -> None:
         if adapter != self.adapter:
             self.adapter = adapter
-            self._move(lora.adapted(self.config, adapter))
+            self._move(self._specs)
         for name, array in weights:
             self._write(name, array)
+
+    def store_base(self, lora_base: LoraBase) -> None:
+        """Store the matrices under an adapter in another way, as in TrainConfig.
+
+        A narrower one rounds them; a wider one keeps the values that they have.
+        """
+        if lora_base != self.lora_base:
+            self.lora_base = lora_base
+            self._move(self._specs)
 
     def load_adapter(self, path: str | Path) -> None:
         """Load an adapter in PEFT's form, in place of the one that the model has.
@@ -333,18 +375,19 @@ class Model:
     def merge_adapter(self) -> None:
         """Add the adapter to the weights: no work more than without one.
 
-        All parameters can train then. Raises ConfigError where there is no adapter.
+        All parameters can train then, and are stored as f32, in the values that the adapter was
+        trained with. Raises ConfigError where there is no adapter.
         """
-        adapter, added = self._own_adapter(), self.adapter_state()
+        adapter, added, base = self._own_adapter(), self.adapter_state(), self.lora_base
         low_rank = adapter.low_rank()
         before = {name: self._read(name) for name in low_rank}
-        self.adapter = None
-        self._move(language_model.parameters(self.config))
+        self.adapter, self.lora_base = None, "f32"
+        self._move(self._specs)
         for name, low in low_rank.items():
             product = low.scale * (added[low.b].astype(np.float64) @ added[low.a])
             merged = before[name] + product.reshape(before[name].shape)
             self._write(name, merged.astype(np.float32))
-        self._merged = _Merged(adapter, added, before)
+        self._merged = _Merged(adapter, added, before, base)
 
     def unmerge_adapter(self) -> None:
         """Take the adapter out again: weights and adapter are those before `merge_adapter`.
@@ -354,6 +397,7 @@ class Model:
         if self._merged is None:
             raise ConfigError("no adapter is merged")
         merged, self._merged = self._merged, None
+        self.lora_base = merged.base
         self._adapt(merged.adapter, merged.added.items())
         for name, array in merged.before.items():
             self._write(name, array)

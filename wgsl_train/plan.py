@@ -241,6 +241,13 @@ class Layout:
         return sum(Tensor("", s.shape).size for s in self.specs.values() if s.trainable)
 
     @property
+    def stored_bytes(self) -> tuple[int, int]:
+        """Bytes of what is stored as f16 or i8, factors included, and as f32 it would take."""
+        pieces = [p for of in self.pieces.values() for _, p in of if p.dtype != "f32"]
+        factors = sum(scale.nbytes for scale in self.scales.values())
+        return sum(p.nbytes for p in pieces) + factors, sum(4 * p.size for p in pieces)
+
+    @property
     def n_owned(self) -> int:
         """Number of parameters that have moments."""
         return sum(Tensor("", self.specs[name].shape).size for name in self.owned)

@@ -163,6 +163,8 @@ class Trainer:
         model, config = self.model, self.config
         if config.lora_rank and model.adapter is None:
             model.add_adapter(config)
+        Lora.check_base(model.adapter, config)
+        model.store_base(config.lora_base)
         if model.adapter is None:
             return config.trained(model.layout.specs)
         if config.lora_rank and Lora.of(model.config, config) != model.adapter:
@@ -471,6 +473,7 @@ class Trainer:
             "progress": vars(self.progress),
             "optimizer": dict(zip(STATE, map(int, counters), strict=True)),
             "train": self.config.to_dict(),
+            "parameters": self._counts(),
         }
         shapes = self._moment_shapes()
         moments = ((name, self.model.read_moment(name)) for name in shapes)
@@ -481,6 +484,17 @@ class Trainer:
             self._record_tuning(Path(out))
         checkpoint.rotate(out, self.config.keep_checkpoints)
         return Path(out) / f"checkpoint-{self.progress.step}"
+
+    def _counts(self) -> dict[str, int]:
+        """What a checkpoint records of the parameters: numbers, and bytes on the device."""
+        layout = self.model.layout
+        stored, as_f32 = layout.stored_bytes
+        return {
+            "total": layout.n_params,
+            "trainable": layout.n_trainable,
+            "optimizer_bytes": 8 * layout.n_owned,
+            "base_bytes_saved": as_f32 - stored,
+        }
 
     def _record_tuning(self, out: Path) -> None:
         """Write which choices the kernels run by, without which no run repeats to the bit."""

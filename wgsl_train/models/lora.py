@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from .. import checkpoint
-from ..config import LORA_TARGETS, MambaConfig, TrainConfig
+from ..config import LORA_TARGETS, LoraBase, MambaConfig, TrainConfig
 from ..errors import CheckpointError, ConfigError
+from ..kernel import DType
 from ..plan import LowRank, ParamSpec
 from .language_model import EMBEDDING, parameters
 
@@ -29,6 +30,8 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's tensor names
 
 Array = np.ndarray[Any, Any]
+
+_DTYPES: dict[LoraBase, DType] = {"f16": "f16", "int8": "i8"}
 
 # What PEFT can do with an adapter and this package cannot, and the values that ask for nothing
 _UNKNOWN = {
@@ -83,6 +86,15 @@ class Lora:
                 f"no adapter by default; set lora_targets to some of {', '.join(targets)}"
             )
         return cls(train.lora_rank, train.lora_alpha, ranks)
+
+    @staticmethod
+    def check_base(adapter: Lora | None, train: TrainConfig) -> None:
+        """Raises ConfigError where a configuration asks for a base without an adapter."""
+        if adapter is None and train.lora_base != "f32":
+            raise ConfigError(
+                f"TrainConfig.lora_base is {train.lora_base!r}, the storage of frozen weights under "
+                "an adapter, and there is none: set lora_rank"
+            )
 
     def summary(self, model: MambaConfig) -> str:
         """How much of a model it changes: "24 of 24 layers, embeddings"."""
@@ -194,10 +206,23 @@ def _peft_names(modules: Mapping[str, int]) -> dict[str, tuple[str, bool]]:
     return names
 
 
-def adapted(model: MambaConfig, lora: Lora) -> list[ParamSpec]:
-    """The parameters of a model with an adapter: only the adapter's train."""
-    frozen = [replace(spec, trainable=False) for spec in parameters(model)]
-    return frozen + lora.parameters(model)
+def adapted(model: MambaConfig, adapter: Lora | None, base: LoraBase = "f32") -> list[ParamSpec]:
+    """The parameters of a model, and with an adapter its own, which alone train.
+
+    base   how the matrices that products or lookups read are stored; those that are not f32 are
+           frozen, adapter or not
+    """
+    specs = parameters(model)
+    if base != "f32":
+        specs = [
+            replace(spec, trainable=False, dtype=_DTYPES[base])
+            if len(spec.shape) == 2 and spec.name.endswith(".weight")
+            else spec
+            for spec in specs
+        ]
+    if adapter is None:
+        return specs
+    return [replace(spec, trainable=False) for spec in specs] + adapter.parameters(model)
 
 
 def load(
