@@ -1,5 +1,5 @@
 // dt_cum = [delta | cum | number of documents begun]: delta = clamp(softplus(dt + dt_bias)), cum[t] = sum over the chunk's steps up
-// to t of -exp(A_log) delta log2(e); past the sequence's end delta = 0 and the others stay
+// to t, anew from each document's first, of -exp(A_log) delta log2(e); past the sequence's end delta = 0 and the others stay
 $$ set low, high = limit
 $$ set quads = chunk // 4
 $$ set count = batch * chunks * n_heads
@@ -30,11 +30,14 @@ $$ if high < 3e38
             delta = min(delta, {{ high | f32 }});
 $$ endif
             delta = select(0.0, delta, t < seqlen);
+$$ if planes == 3
+            if (t > 0u && t < seqlen && documents[row] != documents[max(row, 1u) - 1u]) {
+                begun += 1.0;
+                cum = 0.0;
+            }
+$$ endif
             // What is left after a step of -127 is 0 in float32; larger ones would only cost cum its digits.
             cum += max(rate * delta, -127.0);
-$$ if planes == 3
-            begun += select(0.0, 1.0, t > 0u && t < seqlen && documents[row] != documents[max(row, 1u) - 1u]);
-$$ endif
             deltas[{{ j }}] = delta;
             cums[{{ j }}] = cum;
             begins[{{ j }}] = begun;

@@ -75,6 +75,42 @@ def scan_backward(dy, u, delta, A, B, C, D, states, zoh):
     return du, ddelta, dA, dB, dC, (dy * u).sum((0, 1))
 
 
+def ssd(x, delta, A, B, C, D, left=None):
+    """y (batch, seqlen, n_heads, head_dim) and all states, of a plain loop over time.
+
+    x like y; delta (batch, seqlen, n_heads); B, C (batch, seqlen, n_heads, d_state); A, D (n_heads)
+    left   (batch, seqlen), 0 where a document begins, else 1: what the state before is multiplied by
+    """
+    batch, seqlen, n_heads, head_dim = x.shape
+    h = np.zeros((batch, n_heads, B.shape[-1], head_dim))
+    y, states = np.zeros_like(x), [h]
+    for t in range(seqlen):
+        a = np.exp(delta[:, t] * A) * (1 if left is None else left[:, t, None])
+        h = a[..., None, None] * h + np.einsum("bh,bhn,bhp->bhnp", delta[:, t], B[:, t], x[:, t])
+        states.append(h)
+        y[:, t] = np.einsum("bhn,bhnp->bhp", C[:, t], h) + D[:, None] * x[:, t]
+    return y, states
+
+
+def ssd_backward(dy, x, delta, A, B, C, D, states, left=None):
+    """dx, ddelta, dA, dB, dC, dD by the adjoint recurrence."""
+    dx, ddelta, dA = dy * D[:, None], np.zeros_like(delta), np.zeros_like(A)
+    dB, dC = np.zeros_like(B), np.zeros_like(C)
+    G = np.zeros_like(states[0])
+    for t in reversed(range(x.shape[1])):
+        d = delta[:, t]
+        a = np.exp(d * A) * (1 if left is None else left[:, t, None])
+        dC[:, t] = np.einsum("bhp,bhnp->bhn", dy[:, t], states[t + 1])
+        G = G + np.einsum("bhn,bhp->bhnp", C[:, t], dy[:, t])
+        dx[:, t] += np.einsum("bh,bhn,bhnp->bhp", d, B[:, t], G)
+        dB[:, t] = np.einsum("bh,bhp,bhnp->bhn", d, x[:, t], G)
+        dX = a * (G * states[t]).sum((-2, -1))
+        dA += (dX * d).sum(0)
+        ddelta[:, t] = dX * A + np.einsum("bhn,bhp,bhnp->bh", B[:, t], x[:, t], G)
+        G = a[..., None, None] * G
+    return dx, ddelta, dA, dB, dC, (dy * x).sum((0, 1, 3))
+
+
 class Weights(dict):
     """Weights by name in float64, and `grads`, into which backward passes add."""
 
@@ -95,6 +131,28 @@ class Weights(dict):
 
         return out, backward
 
+    def conv1d_silu(self, x, name):
+        """silu of x filtered over time by the weight and bias of `name`; and its backward."""
+        seqlen, conv = x.shape[1], self[name + ".weight"][:, 0]
+        taps = range(conv.shape[1])
+        padded = np.pad(x, [(0, 0), (len(taps) - 1, 0), (0, 0)])
+        pre = sum(padded[:, k : k + seqlen] * conv[:, k] for k in taps)
+        pre = pre + self.get(name + ".bias", 0.0)
+        s = sigmoid(pre)
+
+        def backward(du):
+            dpre = du * s * (1 + pre * (1 - s))
+            dpadded = np.zeros_like(padded)
+            for k in taps:
+                product = dpre * padded[:, k : k + seqlen]
+                self.grads[name + ".weight"][:, 0, k] += product.sum((0, 1))
+                dpadded[:, k : k + seqlen] += dpre * conv[:, k]
+            if name + ".bias" in self:
+                self.grads[name + ".bias"] += dpre.sum((0, 1))
+            return dpadded[:, len(taps) - 1 :]
+
+        return pre * s, backward
+
     def rms_norm(self, x, name, eps):
         """RMSNorm by the weight `name`, and its backward."""
         out, inv = rms_norm(x, self[name], eps)
@@ -109,16 +167,11 @@ class Weights(dict):
 
 def mamba(c, w, p, n):
     """The Mamba-1 mixer on n = norm(h), with weights under the prefix p; and its backward."""
-    zoh, inner, N, K, R = c.discretization == "zoh", c.d_inner, c.d_state, c.d_conv, c.dt_rank
-    batch, seqlen, _ = n.shape
+    zoh, inner, N, R = c.discretization == "zoh", c.d_inner, c.d_state, c.dt_rank
     m = p + "mixer."
     xz, in_proj_backward = w.linear(n, m + "in_proj")
     x, z = xz[..., :inner], xz[..., inner:]
-    padded = np.concatenate([np.zeros((batch, K - 1, inner)), x], 1)
-    conv = w[m + "conv1d.weight"][:, 0]
-    pre = sum(padded[:, k : k + seqlen] * conv[:, k] for k in range(K))
-    pre = pre + w.get(m + "conv1d.bias", 0.0)
-    u = pre * sigmoid(pre)
+    u, conv1d_backward = w.conv1d_silu(x, m + "conv1d")
     x_dbl, x_proj_backward = w.linear(u, m + "x_proj")
     dt, B, C = np.split(x_dbl, [R, R + N], -1)
     full, dt_proj_backward = w.linear(dt, m + "dt_proj")
@@ -143,15 +196,7 @@ def mamba(c, w, p, n):
         g[m + "A_log"] += dA_log
         ddt = dt_proj_backward(ddelta * sigmoid(full))
         du += x_proj_backward(np.concatenate([ddt, dB, dC], -1))
-        sp = sigmoid(pre)
-        dpre = du * sp * (1 + pre * (1 - sp))
-        dpadded = np.zeros_like(padded)
-        for k in range(K):
-            g[m + "conv1d.weight"][:, 0, k] += (dpre * padded[:, k : k + seqlen]).sum((0, 1))
-            dpadded[:, k : k + seqlen] += dpre * conv[:, k]
-        if m + "conv1d.bias" in w:
-            g[m + "conv1d.bias"] += dpre.sum((0, 1))
-        return in_proj_backward(np.concatenate([dpadded[:, K - 1 :], dz], -1))
+        return in_proj_backward(np.concatenate([conv1d_backward(du), dz], -1))
 
     return out, backward
 
@@ -171,7 +216,51 @@ def mlp(c, w, p, n):
     return out, backward
 
 
-MIXERS = {"mamba": mamba}  # by layer type
+def mamba2(c, w, p, n):
+    """The Mamba-2 mixer on n = norm(h), with weights under the prefix p; and its backward."""
+    inner, N, groups, heads = c.d_inner, c.d_state, c.n_groups, c.n_heads
+    batch, seqlen, _ = n.shape
+    m = p + "mixer."
+    zxbcdt, in_proj_backward = w.linear(n, m + "in_proj")
+    z, xBC, dt = np.split(zxbcdt, [inner, 2 * inner + 2 * groups * N], -1)
+    xBC, conv1d_backward = w.conv1d_silu(xBC, m + "conv1d")
+    x, B, C = np.split(xBC, [inner, inner + groups * N], -1)
+    x = x.reshape(batch, seqlen, heads, -1)
+    B, C = (v.reshape(batch, seqlen, groups, N).repeat(heads // groups, 2) for v in (B, C))
+    full = dt + w[m + "dt_bias"]
+    low, high = c.time_step_limit
+    delta = np.clip(softplus(full), low, high)
+    A, D = -np.exp(w[m + "A_log"]), w[m + "D"]
+    y, states = ssd(x, delta, A, B, C, D)
+    y = y.reshape(batch, seqlen, inner)
+    a = y * z * sigmoid(z)
+    grouped = a.reshape(batch, seqlen, groups, -1)
+    normed, inv = rms_norm(grouped, 1.0, c.norm_eps)
+    normed, weight = normed.reshape(a.shape), w[m + "norm.weight"]
+    out, out_proj_backward = w.linear(normed * weight, m + "out_proj")
+
+    def backward(dout):
+        g = w.grads
+        dnormed = out_proj_backward(dout)
+        g[m + "norm.weight"] += (dnormed * normed).sum((0, 1))
+        da, _ = rms_norm_backward((dnormed * weight).reshape(grouped.shape), grouped, 1.0, inv)
+        da, s = da.reshape(a.shape), sigmoid(z)
+        dz = da * y * s * (1 + z * (1 - s))
+        dy = (da * z * s).reshape(x.shape)
+        dx, ddelta, dA, dB, dC, dD = ssd_backward(dy, x, delta, A, B, C, D, states)
+        g[m + "D"] += dD
+        g[m + "A_log"] += dA * A
+        ddt = ddelta * sigmoid(full) * (delta > low) * (delta < high)
+        g[m + "dt_bias"] += ddt.sum((0, 1))
+        by_group = (batch, seqlen, groups, heads // groups, N)
+        dB, dC = (v.reshape(by_group).sum(3).reshape(batch, seqlen, -1) for v in (dB, dC))
+        dxBC = conv1d_backward(np.concatenate([dx.reshape(a.shape), dB, dC], -1))
+        return in_proj_backward(np.concatenate([dz, dxBC, ddt], -1))
+
+    return out, backward
+
+
+MIXERS = {"mamba": mamba, "mamba2": mamba2}  # by layer type
 
 
 def loss_and_grads(config, weights, tokens, targets):

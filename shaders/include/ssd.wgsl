@@ -1,8 +1,8 @@
 // What the kernels of the state-space dual share: the place of a head's chunk, its decays, and loads of four neighbours.
 // A row of xBC is [x | B | C]: n_heads of head_dim, then twice n_groups of d_state. A head's chunk has {{ planes }} planes of
-// dt_cum, each over its steps: delta (0 past the sequence's end), cum: the sum of delta A log2(e) up to and with the step, never
-// rising, and with documents the number of documents that began up to then. The kernel sets strict: whether a step's own input
-// is left out of what is left of inputs.
+// dt_cum, each over its steps: delta, 0 past the sequence's end; cum, the sum of delta A log2(e) up to and with the step, which
+// never rises; with documents how many began up to then, and cum anew from each one's first step, so that none depends on the one
+// before it even in its last digit. The kernel sets strict: whether a step's own input is left out of what is left of inputs.
 $$ set ragged = seqlen % chunk > 0
 
 var<private> own_sequence: u32;

@@ -127,12 +127,16 @@ def ssd_prepare(zxbcdt, dt_bias, A_log, documents, dt_cum, limit):
     inside.reshape(batch, -1)[:, seqlen:] = 0
     delta = into_chunks(delta, chunk) * inside[..., None]
     steps = np.maximum(-np.exp(A_log) * delta * LOG2_E, -127)
-    result = [delta, np.cumsum(steps, 2)]
+    first = np.zeros((batch, seqlen))
     if planes == 3:
-        first = np.zeros((batch, seqlen))
         first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        begun = np.cumsum(into_chunks(first, chunk) * inside, 2)
-        result.append(np.broadcast_to(begun[..., None], delta.shape))
+    first = into_chunks(first, chunk) * inside
+    cum, last = np.zeros_like(steps), np.zeros_like(steps[:, :, 0])
+    for t in range(chunk):
+        last = cum[:, :, t] = last * (1 - first[:, :, t, None]) + steps[:, :, t]
+    result = [delta, cum]
+    if planes == 3:
+        result.append(np.broadcast_to(np.cumsum(first, 2)[..., None], delta.shape))
     return {"dt_cum": np.moveaxis(np.stack(result, 2), -1, 2)}
 
 
