@@ -1,6 +1,6 @@
 // delta[b,h,i] = dout[b,i,h] . out[b,i,h]
 $$ set depth = 4
-$$ set loads = [("dout", d_out, batch * seqlen), ("out", d_out, batch * seqlen)]
+$$ set loads = [("dout", d_out, "batch * seqlen - 1u"), ("out", d_out, "batch * seqlen - 1u")]
 $$ set stores = []
 {$ include "include/attention.wgsl" $}
 $$ set count = batch * seqlen * n_heads

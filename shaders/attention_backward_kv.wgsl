@@ -2,8 +2,8 @@
 // ds = p (dout[b,i,h] . v[b,j,h'] - delta[b,h,i]), p = exp(scale q[b,i,h] . k[b,j,h'] - lse[b,h,i]), over the queries i >= j of j's
 // document and the heads h of the group of h', which is h / (n_heads / n_kv_heads). Here keys are lines, and queries columns.
 $$ set group = n_heads // n_kv_heads
-$$ set loads = [("qkv", d_qkv, seqlen), ("dout", d_out, seqlen)] + ([("dqkv", d_qkv, seqlen)] if lanes else [])
-$$ set stores = [("dqkv", d_qkv, seqlen)]
+$$ set loads = [("qkv", d_qkv, "seqlen - 1u"), ("dout", d_out, "seqlen - 1u")] + ([("dqkv", d_qkv, "seqlen - 1u")] if lanes else [])
+$$ set stores = [("dqkv", d_qkv, "seqlen - 1u")]
 {$ include "include/attention.wgsl" $}
 {$ include "include/documents.wgsl" $}
 $$ import "include/attention_" ~ ("direct" if lanes else "staged") ~ ".wgsl" as tile with context

@@ -1,7 +1,7 @@
 // dq[b,i,h] = scale * sum over j of ds[i,j] k[b,j,h'], the first columns of dqkv; ds = p (dout[b,i,h] . v[b,j,h'] - delta[b,h,i]),
 // p = exp(scale q[b,i,h] . k[b,j,h'] - lse[b,h,i]), over the keys j <= i of i's document
-$$ set loads = [("qkv", d_qkv, seqlen), ("dout", d_out, seqlen)] + ([("dqkv", d_qkv, seqlen)] if lanes else [])
-$$ set stores = [("dqkv", d_qkv, seqlen)]
+$$ set loads = [("qkv", d_qkv, "seqlen - 1u"), ("dout", d_out, "seqlen - 1u")] + ([("dqkv", d_qkv, "seqlen - 1u")] if lanes else [])
+$$ set stores = [("dqkv", d_qkv, "seqlen - 1u")]
 {$ include "include/attention.wgsl" $}
 {$ include "include/documents.wgsl" $}
 $$ import "include/attention_" ~ ("direct" if lanes else "staged") ~ ".wgsl" as tile with context

@@ -1,11 +1,12 @@
 // out[b,t,h] = sum over keys j of softmax(scale q[b,t,h] . k[b,j,h']) v[b,j,h'], keys and values from the cache; for few timesteps.
 // A workgroup owns one (b, t, h). {{ lanes }} threads, a slice, find the products of as many keys, then sum {{ 4 * per_lane }} columns each over them.
 $$ set depth = 4
-$$ set loads = [("qkv", d_qkv, seqlen), ("cache", d_cache, capacity)]
-$$ set stores = [("out", d_out, seqlen)]
+$$ set loads = [("qkv", d_qkv, "seqlen - 1u"), ("cache", d_cache, "last_key")]
+$$ set stores = [("out", d_out, "seqlen - 1u")]
 {$ include "include/attention.wgsl" $}
 {$ include "include/documents.wgsl" $}
 $$ set slices = workgroup // lanes
+var<private> last_key: u32;  // beyond it the cache may hold anything
 var<workgroup> products: array<f32, {{ workgroup }}>;
 var<workgroup> values: array<vec4f, {{ workgroup }}>;
 var<workgroup> tops: array<f32, {{ slices }}>;
@@ -22,6 +23,7 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane
     let k_base = b * {{ capacity * d_cache }}u + h / {{ n_heads // n_kv_heads }}u * {{ head_dim }}u;
     let v_base = k_base + {{ n_kv_heads * head_dim }}u;
     let to_key = cached_keys(b) + t + 1u;
+    last_key = min(to_key, capacity) - 1u;
     var top = -3.0e38;
     var sum = 0.0;
 $$ for p in range(per_lane)
@@ -29,33 +31,39 @@ $$ for p in range(per_lane)
 $$ endfor
     for (var n0 = first_key(b, t); n0 < to_key; n0 += {{ workgroup }}u) {
         var product = vec4f();
-        if (n0 + lane < to_key) {
-            for (var e = 0u; e < {{ head_dim }}u; e += 4u) {
-                product += load_qkv(q_base, t, e) * load_cache(k_base, n0 + lane, e);
-            }
+        for (var e = 0u; e < {{ head_dim }}u; e += 4u) {
+            product += load_qkv(q_base, t, e) * load_cache(k_base, n0 + lane, e);
         }
-        products[lane] = {{ (scale * 1.4426950408889634) | f32 }} * ((product.x + product.y) + (product.z + product.w));
+        let scaled = {{ (scale * 1.4426950408889634) | f32 }} * ((product.x + product.y) + (product.z + product.w));
+        products[lane] = select(-3.0e38, scaled, n0 + lane < to_key);
         workgroupBarrier();
-        let first = n0 + slice * {{ lanes }}u;
-        let count = min({{ lanes }}u, to_key - min(first, to_key));
         var new_top = top;
-        for (var j = 0u; j < count; j++) { new_top = max(new_top, products[slice * {{ lanes }}u + j]); }
+        for (var j = 0u; j < {{ lanes }}u; j++) { new_top = max(new_top, products[slice * {{ lanes }}u + j]); }
         let keep = exp2(top - new_top);
         top = new_top;
         sum *= keep;
 $$ for p in range(per_lane)
         value{{ p }} *= keep;
 $$ endfor
-        for (var j = 0u; j < count; j++) {
-            let weight = exp2(products[slice * {{ lanes }}u + j] - top);
-            sum += weight;
+        // Several at a time, so that their loads overlap.
+        for (var j = 0u; j < {{ lanes }}u; j += {{ unroll }}u) {
+            let key = n0 + slice * {{ lanes }}u + j;
+$$ for u in range(unroll)
 $$ for p in range(per_lane)
-            value{{ p }} += weight * load_cache(v_base, first + j, (own + {{ p * lanes }}u) * 4u);
+            let v{{ u }}_{{ p }} = load_cache(v_base, key + {{ u }}u, (own + {{ p * lanes }}u) * 4u);
+$$ endfor
+$$ endfor
+$$ for u in range(unroll)
+            let weight{{ u }} = exp2(products[slice * {{ lanes }}u + j + {{ u }}u] - top);
+            sum += weight{{ u }};
+$$ for p in range(per_lane)
+            value{{ p }} += weight{{ u }} * v{{ u }}_{{ p }};
+$$ endfor
 $$ endfor
         }
         workgroupBarrier();  // before others' products are overwritten
     }
-    // A slice without keys has top -3e38, and so no weight.
+    // A slice that met no key has top -3e38, and so no weight.
     if (own == 0u) {
         tops[slice] = top;
         sums[slice] = sum;

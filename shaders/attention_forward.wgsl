@@ -2,9 +2,12 @@
 // exp(scale q . k), over the keys j <= i of i's document; h' = h / (n_heads / n_kv_heads). p is made in tiles, and rescaled whenever
 // a row meets a larger product; the running maximum is of scale log2(e) q . k.
 $$ set kv, d_kv, lines = ("cache", d_cache, capacity) if "cache" in bound else ("qkv", d_qkv, seqlen)
+$$ if "cache" in bound
+var<private> last_key: u32;  // beyond it the cache may hold anything
+$$ endif
 $$ set k_start = 0 if "cache" in bound else n_heads * head_dim
-$$ set loads = [("qkv", d_qkv, seqlen)] + ([("cache", d_cache, capacity)] if "cache" in bound else []) + ([("out", d_out, seqlen)] if lanes else [])
-$$ set stores = [("out", d_out, seqlen)]
+$$ set loads = [("qkv", d_qkv, "seqlen - 1u")] + ([("cache", d_cache, "last_key")] if "cache" in bound else []) + ([("out", d_out, "seqlen - 1u")] if lanes else [])
+$$ set stores = [("out", d_out, "seqlen - 1u")]
 {$ include "include/attention.wgsl" $}
 {$ include "include/documents.wgsl" $}
 $$ import "include/attention_" ~ ("direct" if lanes else "staged") ~ ".wgsl" as tile with context
@@ -26,6 +29,9 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane
     let last = min(m0 + {{ tile_m }}u, seqlen) - 1u;
     let from_key = first_key(b, m0);
     let to_key = cached_keys(b) + last + 1u;
+$$ if "cache" in bound
+    last_key = min(to_key, capacity) - 1u;
+$$ endif
 $$ if "documents" in bound
     let split = first_key(b, last);  // a tile of rows may see several documents
 $$ endif

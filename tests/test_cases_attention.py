@@ -150,8 +150,8 @@ def plan_cache(plan, batch, capacity, columns):
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_cache_gives_what_the_whole_sequence_does(kernel_buffers, run, rng, packed):
-    """A prompt, then single positions, then several at once. With padding on the left: the pads
-    are a document of their own."""
+    """A prompt, then single positions, then several at once; whatever an earlier use has left in
+    the cache. With padding on the left: the pads are a document of their own."""
     options = {"n_heads": 4, "n_kv_heads": 2, "rotary_dim": 4}
     batch, capacity, steps = 2, 24, [17, 1, 1, 3]
     seqlen = sum(steps)
@@ -168,6 +168,8 @@ def test_a_cache_gives_what_the_whole_sequence_does(kernel_buffers, run, rng, pa
         out = attention(plan, x, cache=cache, documents=ids, **options)
         advance(plan, cache, n, ids)
         encoder = Encoder(kernel_buffers, plan, share_memory=False)
+        if first == 0:
+            encoder.write(cache.kv, np.full(cache.kv.shape, np.nan))
         encoder.write(x, qkv[:, first : first + n])
         if ids:
             encoder.write(ids, documents[:, :n])

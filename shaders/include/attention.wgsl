@@ -1,9 +1,9 @@
-// Vectors of four from and to tensors of heads. `loads` and `stores` list (binding, its row length, its lines a sequence). A head
-// begins at element `base`, in the line 0 of a sequence; e is a multiple of 4 of its elements.
-$$ for name, stride, lines in loads
-// Zeros past the end of the head. A line past the end is the last one: what comes of it is masked or not kept.
+// Vectors of four from and to tensors of heads. `loads` and `stores` list (binding, its row length, the last line of a sequence).
+// A head begins at element `base`, in line 0 of a sequence; e, a multiple of 4, counts its elements.
+$$ for name, stride, last in loads
+// Zeros past the end of the head. A line past the last is the last: what comes of it is masked or not kept, but it must be finite.
 fn load_{{ name }}(base: u32, line: u32, e: u32) -> vec4f {
-    let i = base + min(line, {{ lines - 1 }}u) * {{ stride }}u + e;
+    let i = base + min(line, {{ last }}) * {{ stride }}u + e;
 $$ if name in vec4
     let values = {{ name }}[i / 4u];
 $$ else
@@ -16,10 +16,10 @@ $$ else
 $$ endif
 }
 $$ endfor
-$$ for name, stride, lines in stores
+$$ for name, stride, last in stores
 fn store_{{ name }}(base: u32, line: u32, e: u32, values: vec4f) {
     let i = base + line * {{ stride }}u + e;
-    if (line >= {{ lines }}u || e >= {{ head_dim }}u) { return; }
+    if (line > {{ last }} || e >= {{ head_dim }}u) { return; }
 $$ if name in vec4
     {{ name }}[i / 4u] = values;
 $$ else

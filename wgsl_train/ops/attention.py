@@ -301,6 +301,7 @@ def _decode_choices(target: Target, v: Values) -> dict[str, int]:
         "head_dim": head_dim,
         "lanes": lanes,
         "per_lane": ceil_div(quads, lanes),
+        "unroll": math.gcd(lanes, 8),
         "workgroup": threads // lanes * lanes,
     }
 
