@@ -260,7 +260,46 @@ def mamba2(c, w, p, n):
     return out, backward
 
 
-MIXERS = {"mamba": mamba, "mamba2": mamba2}  # by layer type
+def rotate(x, dim, theta, sign=1):
+    """x (batch, seqlen, heads, head_dim) with the pairs (i, i + dim / 2) of each head turned by
+    the angle t / theta^(2 i / dim)."""
+    half = dim // 2
+    angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / max(half, 1))
+    cos, sin = np.cos(angle), sign * np.sin(angle)
+    a, b = x[..., :half], x[..., half:dim]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., dim:]], -1)
+
+
+def attention(c, w, p, n):
+    """The attention mixer on n = norm(h), with weights under the prefix p; and its backward."""
+    heads, dim, turned = c.attn_heads, c.attn_head_dim, (c.attn_rotary_dim, c.attn_rope_theta)
+    kv_heads = c.attn_kv_heads or heads
+    qkv, in_proj_backward = w.linear(n, p + "mixer.in_proj")
+    split = qkv.reshape(*n.shape[:2], -1, dim)
+    q, k, v = np.split(split, [heads, heads + kv_heads], 2)
+    q, k = rotate(q, *turned), rotate(k, *turned)
+    k, v = (np.repeat(x, heads // kv_heads, 2) for x in (k, v))
+    scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(dim)
+    scores[..., ~np.tri(n.shape[1], dtype=bool)] = -np.inf
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = e / e.sum(-1, keepdims=True)
+    mixed = np.einsum("bhts,bshd->bthd", weights, v).reshape(*n.shape[:2], -1)
+    out, out_proj_backward = w.linear(mixed, p + "mixer.out_proj")
+
+    def backward(dout):
+        dmixed = out_proj_backward(dout).reshape(q.shape)
+        dweights = np.einsum("bthd,bshd->bhts", dmixed, v)
+        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) / np.sqrt(dim)
+        dv = np.einsum("bhts,bthd->bshd", weights, dmixed)
+        dq = rotate(np.einsum("bhts,bshd->bthd", dscores, k), *turned, sign=-1)
+        dk = rotate(np.einsum("bhts,bthd->bshd", dscores, q), *turned, sign=-1)
+        dk, dv = (x.reshape(*n.shape[:2], kv_heads, -1, dim).sum(3) for x in (dk, dv))
+        return in_proj_backward(np.concatenate([dq, dk, dv], 2).reshape(qkv.shape))
+
+    return out, backward
+
+
+MIXERS = {"mamba": mamba, "mamba2": mamba2, "attention": attention}  # by layer type
 
 
 def loss_and_grads(config, weights, tokens, targets):

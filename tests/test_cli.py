@@ -743,3 +743,48 @@ def test_tune(run, monkeypatch, tmp_path, device):
     assert "stored     " in done.err
     assert list(json.loads((tmp_path / "cache" / "tuning.json").read_text())) == [device.identity]
     refuses(run(*given[:-1], "--kernel=sum"), "no kernel of this step that 'sum' names has")
+
+
+# Schedules of layers
+
+
+def test_trains_and_resumes_a_schedule_of_layers(run, train):
+    sizes = (
+        "--layers",
+        "mamba*2,attention:attn_heads=2:attn_head_dim=4",
+        "--mlp=swiglu",
+        "--d-ff=6",
+    )
+    args = ("--d-model=8", "--d-state=4", "--batch-size=2", "--seq-len=16", "--steps=3", *sizes)
+    done = run("train", "--data", "text.txt", "--out", "run", *args, "--stop-after=1")
+    assert done.code == 0, done.err
+    assert "3 layers (2 mamba, 1 attention)" in done.err
+    done = run("train", "--data", "text.txt", "--out", "run", "--resume")
+    assert done.code == 0, done.err
+    config = json.loads(Path("run/checkpoint-3/config.json").read_text())
+    assert config["layers"] == ["mamba", "mamba", "attention:attn_heads=2:attn_head_dim=4"]
+    again = run("generate", "run", "--prompt=the", "--max-new-tokens=3")
+    assert again.code == 0, again.err
+    refuses(
+        run("train", "--data", "text.txt", "--out", "x", "--from-pretrained=run", "--layers=mamba"),
+        r"layers is \['mamba'\], but .* has \('mamba', 'mamba', 'attention",
+    )
+
+
+def test_presets(run):
+    refuses(run("profile", "--preset=jumbo"), "preset is 'jumbo'; allowed: memory_engine, jamba")
+    args = ("--d-model=8", "--d-state=2", "--batch-size=1", "--seq-len=4", "--steps=1", "--dry-run")
+    done = run("train", "--data", "text.txt", *args, "--preset=jamba")
+    assert done.code == 0, done.err
+    assert "8 layers (7 mamba, 1 attention)" in done.err
+    done = run("train", "--data", "text.txt", *args, "--preset=zamba", "--mlp=swiglu")
+    assert "14 layers (12 mamba, 2 attention)" in done.err
+    assert "layers.12.mlp.fc1" in done.out
+    refuses(
+        run("train", "--data", "text.txt", *args, "--preset=jamba", "--n-layer=4"),
+        "n_layer is 4; allowed: multiples of 8",
+    )
+    refuses(
+        run("train", "--data", "text.txt", *args, "--layers=mamba,atention"),
+        "no layer is of type 'atention'; did you mean 'attention'[?] known: mamba, attention",
+    )

@@ -105,6 +105,14 @@ def test_smallest_and_largest_sizes_are_allowed():
         ("a_log_clamp", 5),
         ("head_dim", 0),
         ("n_groups", 0),
+        ("attn_heads", 0),
+        ("attn_kv_heads", 3),  # of 1
+        ("attn_head_dim", 0),
+        ("attn_rotary_dim", 3),
+        ("attn_rotary_dim", 66),
+        ("attn_rope_theta", 0.5),
+        ("mlp", "gelu"),
+        ("d_ff", 0),
         ("time_step_limit", (-1, 1)),
         ("time_step_limit", (1, 0.5)),
         ("time_step_limit", (float("nan"), 5)),
@@ -166,6 +174,7 @@ def test_every_field_survives_the_round_trip():
         "dt_rank": 9, "discretization": "zoh", "a_log_clamp": (-1.0, 1.0), "init": "memory_engine",
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "time_step_limit": (0.01, math.inf),
         "layers": ("mamba", "mamba:d_state=9"), "mlp": "swiglu", "d_ff": 100,
+        "attn_heads": 3, "attn_kv_heads": 1, "attn_head_dim": 10, "attn_rotary_dim": 2,
     }  # fmt: skip
     for f in fields(MambaConfig):
         if f.name in SIZES:
@@ -286,12 +295,43 @@ def test_no_size_is_guessed(key):
         MambaConfig.from_hugging_face({k: v for k, v in TINY.items() if k != key})
 
 
+def test_reads_hybrids_of_mamba_ssm():
+    heads = {"num_heads": 4, "causal": True, "rotary_emb_dim": 8, "num_heads_kv": None}
+    theirs = SIZES | {"d_intermediate": 200, "attn_layer_idx": [1], "attn_cfg": heads}
+    config = MambaConfig.from_hugging_face(theirs)
+    assert config.layers == ("mamba", "attention")
+    assert (config.mlp, config.d_ff) == ("swiglu", 256)  # that program rounds up to 128
+    assert (config.attn_heads, config.attn_kv_heads, config.attn_head_dim) == (4, 0, 16)
+    assert (config.attn_rotary_dim, config.attn_bias) == (8, True)
+    plain = {"qkv_proj_bias": False, "out_proj_bias": False, "head_dim": 32, "num_heads_kv": 2}
+    config = MambaConfig.from_hugging_face(theirs | {"attn_cfg": heads | plain})
+    assert (config.attn_kv_heads, config.attn_head_dim, config.attn_bias) == (2, 32, False)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"rms_norm": False}, "rms_norm is False"),
-        ({"attn_layer_idx": [1]}, "attn_layer_idx is [1]"),
-        ({"d_intermediate": 64}, "d_intermediate is 64"),
+        (
+            {"attn_layer_idx": [2]},
+            "attn_layer_idx is [2]; allowed: a list of numbers of layers, 0 to 1",
+        ),
+        ({"attn_layer_idx": 1}, "attn_layer_idx is 1; "),
+        ({"attn_layer_idx": [1]}, "attn_cfg has no 'num_heads'"),
+        ({"attn_layer_idx": [1], "attn_cfg": 3}, "attn_cfg is 3, not an object"),
+        ({"attn_layer_idx": [1], "attn_cfg": {"num_heads": 0, "causal": True}}, "attn_heads is 0"),
+        ({"attn_layer_idx": [1], "attn_cfg": {"num_heads": 2}}, "causal is False; only True"),
+        ({"attn_layer_idx": [1], "attn_cfg": {"num_head": 2}}, "did you mean 'num_heads'"),
+        (
+            {"attn_layer_idx": [1], "attn_cfg": {"num_heads": 2, "qkv_proj_bias": False}},
+            "qkv_proj_bias and out_proj_bias differ",
+        ),
+        (
+            {"attn_layer_idx": [1], "attn_cfg": {"num_heads": 2, "causal": True, "d_conv": 4}},
+            "attn_cfg.d_conv is 4; only 0 is known",
+        ),
+        ({"d_intermediate": "64"}, "d_intermediate is '64', not an integer"),
+        ({"d_intermediate": -64}, "d_ff is 0"),
         ({"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg.layer is 'Mamba2'"),
         ({"ssm_cfg": {"d_stat": 3}}, "did you mean 'd_state'"),
         ({"ssm_cfg": 3}, "ssm_cfg is 3"),

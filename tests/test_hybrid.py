@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import wgsl_train as wt
+from tests.oracle_model import loss_and_grads
 from tests.test_model import assert_matches_oracle, batch, lively, relative
-from wgsl_train.config import LAYER_TYPES, MambaConfig
+from wgsl_train.config import LAYER_TYPES, LORA_TARGETS, MambaConfig, load_toml
 from wgsl_train.errors import ConfigError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
@@ -21,6 +22,10 @@ SIZES = dict(vocab_size=37, d_model=20, d_state=5, dt_rank=3)
 STACKS = {
     "options": "mamba,mamba:d_state=3:d_conv=2,mamba:discretization=zoh:use_bias=true:expand=1",
     "shared": "mamba:share=a,mamba,mamba:share=a,mamba:d_state=4:share=b,mamba:d_state=4:share=b",
+    "attention": "attention*2",
+    "jamba": "mamba,attention:attn_heads=4:attn_kv_heads=2:attn_head_dim=6:attn_rotary_dim=4"
+    ":attn_bias=true:mlp=swiglu,mamba:mlp=swiglu:d_ff=9",
+    "zamba": "mamba,attention:mlp=swiglu:share=a,mamba,attention:mlp=swiglu:share=a",
     "mlp": "mamba:mlp=swiglu:d_ff=13,mamba,mamba:mlp=swiglu",
     "shared_mlp": "mamba:mlp=swiglu:d_ff=24:share=a*2",
 }
@@ -100,6 +105,36 @@ def test_every_layer_type_has_its_module_and_its_options(name):
         assert spec.name.startswith("backbone.layers.1.")
 
 
+def test_presets():
+    jamba = MambaConfig.preset("jamba", vocab_size=256, d_model=64, n_layer=16)
+    attends = [i for i, layer in enumerate(jamba.schedule) if layer.type == "attention"]
+    assert attends == [4, 12]
+    assert {layer.config.mlp for layer in jamba.schedule} == {"swiglu"}
+    zamba = MambaConfig.preset("zamba", vocab_size=256, d_model=64)
+    attends = [(i, s.owner) for i, s in enumerate(zamba.schedule) if s.type == "attention"]
+    assert attends == [(6, 6), (13, 6)]
+    assert {s.config.mlp for s in zamba.schedule if s.type == "mamba"} == {"none"}
+    with pytest.raises(ConfigError, match="preset is 'samba'; allowed: memory_engine, jamba"):
+        MambaConfig.preset("samba")
+    with pytest.raises(ConfigError, match="n_layer is 4; allowed: multiples of 8"):
+        MambaConfig.preset("jamba", vocab_size=256, d_model=64, n_layer=4)
+
+
+def test_presets_and_schedules_in_toml(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nvocab_size = 9\nd_model = 8\npreset = "jamba"\nd_ff = 3\n')
+    made = MambaConfig.from_dict(load_toml(path)["model"])
+    assert made == MambaConfig.preset("jamba", vocab_size=9, d_model=8, d_ff=3)
+    path.write_text('[model]\nvocab_size = 9\nd_model = 8\nlayers = ["mamba*2", "attention"]\n')
+    made = MambaConfig.from_dict(load_toml(path)["model"])
+    assert made.layers == ("mamba", "mamba", "attention")
+    path.write_text('[model]\npreset = "jumbo"\n')
+    with pytest.raises(
+        ConfigError, match="preset is 'jumbo'; allowed: memory_engine, jamba, zamba"
+    ):
+        load_toml(path)
+
+
 # On disk
 
 
@@ -177,7 +212,7 @@ def test_loss_logits_and_every_gradient_match_the_oracle(device, name, shape):
 def test_the_gradient_of_shared_parameters_is_the_sum_over_their_layers(device, kind):
     """Against the same weights, not shared."""
     shared, apart = config("mamba:share=a*2,mamba"), config("mamba*3")
-    weights, data = lively(shared), batch(shared, (3, 70))
+    weights, data = lively(shared), batch(shared, (2, 20))
     copies = {k: weights[k.replace(".layers.1.", ".layers.0.")] for k in lively(apart)}
     grads = []
     for c, state in ((shared, weights), (apart, copies)):
@@ -201,3 +236,159 @@ def test_no_dispatch_adds_twice_to_a_shared_gradient():
         for segments in sums:
             ends = sorted((first, first + size) for _, _, size, first in segments)
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["jamba", "zamba", "shared_mlp"])
+def test_activation_checkpointing_gives_the_same_bits(device, name):
+    c = config(STACKS[name])
+    model = wt.Model(c, device)
+    model.load_state_dict(lively(c))
+    data = batch(c, (2, 40))
+    loss, grads = model.loss_and_grads(*data)
+    again = model.loss_and_grads(*data, activation_checkpointing=True)
+    assert again[0] == loss
+    for key in grads:
+        np.testing.assert_array_equal(again[1][key], grads[key], key)
+
+
+@pytest.mark.gpu
+def test_repeated_backward_gives_the_same_bits_whatever_lay_in_memory(device):
+    c = config(STACKS["jamba"])
+    model = wt.Model(c, device)
+    model.load_state_dict(lively(c))
+    data = batch(c, (2, 33))
+    loss, grads = model.loss_and_grads(*data)
+    for _ in range(3):
+        model.step_encoder(2, 33).encoder.poison()
+        again = model.loss_and_grads(*data)
+        assert again[0] == loss
+        for key in grads:
+            np.testing.assert_array_equal(again[1][key], grads[key], key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["jamba", "zamba"])
+def test_generation_carries_the_state(device, name):
+    """Past a prompt longer than the prefill's step, and past the room that the cache first has."""
+    c = config(STACKS[name])
+    model = wt.Model(c, device)
+    model.load_state_dict(lively(c))
+    rng = np.random.default_rng(3)
+    for length in (9, 253, 9):  # each forgets what the one before carried
+        prompt = rng.integers(0, c.vocab_size, length)
+        tokens = model.generate(prompt, 5, temperature=0)
+        logits = model.logits(np.concatenate([prompt, tokens[:-1]])[None])[0, length - 1 :]
+        for token, row in zip(tokens, logits, strict=True):
+            assert row[token] >= row.max() - 1e-4 * np.abs(row).max()
+
+
+@pytest.mark.gpu
+def test_state_space_layers_need_no_more_room(device):
+    model = wt.Model(config("mamba*2"), device)
+    model.generate([1], 1)
+    nbytes, encoder = model.buffers.nbytes, model._decoder(1, 1)[0]
+    model.generate(np.arange(300) % 37, 1)
+    assert model._decoder(1, 1)[0] is encoder
+    attends = wt.Model(config("mamba,attention"), device)
+    for length, capacity in ((1, 256), (300, 512), (2, 512)):
+        attends.generate(np.arange(length) % 37, 1)
+        plan = attends._decoder(1, 1)[0].plan
+        assert plan["state.1.1.kv"].shape == (1, capacity, 40)
+    assert nbytes < attends.buffers.nbytes
+
+
+# Training
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["jamba", "zamba"])
+def test_one_batch_is_learnt(device, name):
+    c = config(STACKS[name])
+    trainer = wt.Trainer(wt.Model(c, device), wt.TrainConfig(steps=60, lr=1e-2))
+    data = batch(c, (2, 16))
+    losses = [trainer.step(*data).loss for _ in range(60)]
+    assert losses[0] == pytest.approx(np.log(37), rel=0.1)
+    assert losses[-1] < 0.2
+
+
+@pytest.mark.gpu
+def test_a_run_goes_on_to_the_bit(device, tmp_path):
+    c = config(STACKS["zamba"])
+    dataset = wt.Dataset(np.random.default_rng(0).integers(0, 37, 401))
+    options = dict(lr=1e-2, steps=6, batch_size=2, seq_len=20, gradient_accumulation=2)
+
+    def run(stop_at=None):
+        trainer = wt.Trainer(wt.Model(c, device), wt.TrainConfig(**options))
+        trainer.fit(dataset, should_stop=lambda: trainer.progress.step == stop_at)
+        return trainer
+
+    whole, half = run(), run(stop_at=3)
+    path = half.save(tmp_path)
+    resumed = wt.Trainer(wt.Model.from_pretrained(path, device), wt.TrainConfig(**options))
+    resumed.load(path)
+    resumed.fit(dataset)
+    for key, array in whole.model.state_dict().items():
+        np.testing.assert_array_equal(resumed.model.state_dict()[key], array, key)
+    for key in whole._moment_shapes():
+        np.testing.assert_array_equal(
+            resumed.model.read_moment(key), whole.model.read_moment(key), key
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["jamba", "zamba"])
+def test_adapters_of_every_layer_type(device, name):
+    """Gradients of A and B follow from those of the merged weight: dB = s G Aᵀ, dA = s Bᵀ G."""
+    c, rng = config(STACKS[name]), np.random.default_rng(0)
+    model, weights, data = wt.Model(c, device), lively(c), batch(c, (2, 9))
+    model.load_state_dict(weights)
+    model.add_adapter(wt.TrainConfig(lora_rank=2, lora_alpha=3.0))
+    assert {m.rpartition(".")[2] for m in model.adapter.ranks} == set(LORA_TARGETS)
+    adapter = {k: rng.uniform(-0.3, 0.3, v.shape) for k, v in model.adapter_state().items()}
+    model.update(adapter)
+    merged = dict(weights)
+    for module in model.adapter.ranks:
+        a, b = (adapter[f"{module}.lora_{x}.weight"] for x in "AB")
+        merged[f"{module}.weight"] = weights[f"{module}.weight"] + 1.5 * b @ a
+    want_loss, want, _ = loss_and_grads(c, merged, *data)
+    loss, grads = model.loss_and_grads(*data)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert grads.keys() == adapter.keys()
+    for module in model.adapter.ranks:
+        a, b = (adapter[f"{module}.lora_{x}.weight"] for x in "AB")
+        G = want[f"{module}.weight"]
+        assert relative(grads[f"{module}.lora_A.weight"], 1.5 * b.T @ G) <= 1e-4, module
+        assert relative(grads[f"{module}.lora_B.weight"], 1.5 * G @ a.T) <= 1e-4, module
+
+
+@pytest.mark.gpu
+def test_only_what_matches_trains(device):
+    c = config(STACKS["zamba"])
+    model = wt.Model(c, device)
+    before = model.state_dict()
+    options = wt.TrainConfig(steps=2, lr=1e-2, train=("*.mlp.*", "*.1.mixer.in_proj.*"))
+    trainer = wt.Trainer(model, options)
+    for _ in range(2):
+        trainer.step(*batch(c, (2, 9)))
+    changed = {k for k, v in model.state_dict().items() if not np.array_equal(v, before[k])}
+    names = ("mlp.fc1.weight", "mlp.fc2.weight", "mixer.in_proj.weight")
+    assert changed == {f"backbone.layers.1.{name}" for name in names}
+
+
+@pytest.mark.gpu
+def test_the_union_of_shards_is_the_whole_step(device):
+    c = config(STACKS["zamba"])
+
+    def step(**options):
+        model = wt.Model(c, device)
+        trainer = wt.Trainer(model, wt.TrainConfig(steps=1, lr=1e-2, **options))
+        trainer.step(*batch(c, (2, 9)))
+        return trainer
+
+    whole = step().model.state_dict()
+    parts = [step(shard=(i, 2)).owned_state() for i in range(2)]
+    assert parts[0].keys() | parts[1].keys() == whole.keys()
+    for part in parts:
+        for key, array in part.items():
+            np.testing.assert_array_equal(array, whole[key], key)

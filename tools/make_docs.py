@@ -21,7 +21,7 @@ from wgsl_train.models.language_model import parameters
 from wgsl_train.plan import Layout
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-_MODEL_OPTIONS = {f.name for f in fields(MambaConfig)}
+_MODEL_OPTIONS = {"preset", *(f.name for f in fields(MambaConfig))}
 _TYPES = {"str": "TEXT", "int": "N", "float": "X", "Path": "PATH"}
 
 # Command line

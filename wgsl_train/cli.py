@@ -27,11 +27,13 @@ from . import __version__, checkpoint, tuned
 from .config import (
     LORA_TARGETS,
     NO_DECAY,
+    PRESETS,
     WRITE_THROUGH,
     MambaConfig,
     TrainConfig,
     check_keys,
     load_toml,
+    preset_fields,
 )
 from .data import Dataset, Tokenizer, load_tokenizer
 from .device import Device, list_adapters, no_adapter, request_device
@@ -87,6 +89,12 @@ AllowOption = Annotated[
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(help="A tokenizer.json; by default the model's own, or bytes for a new model."),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", help=f"Options of a kind of model, which others override: {', '.join(PRESETS)}."
+    ),
 ]
 ModelArgument = Annotated[
     Path | None,
@@ -158,8 +166,13 @@ def _option_type(f: Field[Any], hint: Any) -> Any:
 
 
 def _options(cls: type) -> Iterator[inspect.Parameter]:
-    """A command-line option for every field of a configuration; None where it is not given."""
+    """A command-line option for every field of a configuration, and for a model's presets; None
+    where it is not given."""
     hints, described = get_type_hints(cls), _field_help(cls)
+    if cls is MambaConfig:
+        yield inspect.Parameter(
+            "preset", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=PresetOption
+        )
     for f in fields(cls):
         kind = _option_type(f, hints[f.name])
         flag = "--" + f.name.replace("_", "-")
@@ -189,6 +202,8 @@ def _with_options(*classes: type) -> Callable[[Callable[..., None]], Callable[..
 def _flags(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration that the command line gives."""
     values = {f.name: given[f.name] for f in fields(cls) if given[f.name] not in (None, [])}
+    if cls is MambaConfig and given["preset"]:
+        values = preset_fields(given["preset"]) | values
     if re.fullmatch(r"\d+", str(values.get("dt_rank"))):
         values["dt_rank"] = int(values["dt_rank"])
     if "lora_targets" in values:

@@ -32,6 +32,7 @@ Face's MambaConfig after the slash where they differ.
     x_dbl           x_proj's output: dt, B and C side by side
     dt, delta       the step size before and after softplus         (`Δ` in [1] Section 3.2)
     y               the scan's output                               ([1] Algorithm 2)
+    q, k, v         queries, keys and values of attention           (Vaswani et al. 2017)
     d_ff            width of a gated MLP                            official: d_intermediate
     discretization  how A and B become discrete:                    ([1] Section 2, equation 4)
                     euler is delta * B, as the official kernels compute it;
@@ -58,7 +59,7 @@ from typing import Any, Literal, Self
 from .errors import ConfigError
 
 WRITE_THROUGH = {"train": ("*.x_proj.*",), "max_delta": 0.05}
-LORA_TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj")
+LORA_TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2")
 LoraBase = Literal["f32", "f16", "int8"]
 NO_DECAY = ("*A_log", "*.D", "*norm*.weight", "*.bias")
 VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers cannot express
@@ -77,8 +78,40 @@ LAYER_TYPES: dict[str, tuple[str, ...]] = {
         "use_bias",
         "x_proj_bias",
     ),
+    "attention": (
+        "attn_heads",
+        "attn_kv_heads",
+        "attn_head_dim",
+        "attn_rotary_dim",
+        "attn_rope_theta",
+        "attn_bias",
+    ),
 }
 _ANY_LAYER = ("mlp", "d_ff", "share")
+
+# Sets of MambaConfig's fields, to start from
+PRESETS: dict[str, dict[str, Any]] = {
+    "memory_engine": {
+        "discretization": "zoh",
+        "use_bias": True,
+        "x_proj_bias": True,
+        "lm_head_bias": True,
+        "norm_eps": 1e-6,
+        "a_log_clamp": (-10.0, 5.0),
+        "init": "memory_engine",
+    },
+    # Lieber et al. 2024, arXiv:2403.19887: one layer in 8 attends; a MLP follows each
+    "jamba": {"layers": ("mamba*4", "attention", "mamba*3"), "mlp": "swiglu"},
+    # Glorioso et al. 2024, arXiv:2405.16712: one block of attention and MLP, after every 6 layers
+    "zamba": {"layers": ("mamba*6", "attention:mlp=swiglu:share=block") * 2},
+}
+
+
+def preset_fields(name: str) -> dict[str, Any]:
+    """The fields of a preset. Raises ConfigError at an unknown one."""
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ConfigError(f"preset is {name!r}; allowed: {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def _rule(
@@ -242,6 +275,12 @@ class MambaConfig(_Checked):
     head_dim                 Mamba-2: channels of a head
     n_groups                 Mamba-2: groups of heads, each with a B and a C of its own
     time_step_limit          Mamba-2: (low, high) that delta is clamped to; high may be infinite
+    attn_heads               attention: heads of queries; "auto" is ceil(d_model / attn_head_dim)
+    attn_kv_heads            attention: heads of keys and values, a divisor of attn_heads; 0: as many
+    attn_head_dim            attention: columns of a head; "auto" is d_model, at most 64
+    attn_rotary_dim          attention: leading columns of a head that turn with the position; 0: none
+    attn_rope_theta          attention: base of the frequencies with which columns turn
+    attn_bias                attention: whether in_proj and out_proj have a bias
     mlp                      what follows each mixer: "none", or "swiglu", a gated MLP
     d_ff                     width of the MLP; "auto" is 8/3 d_model, rounded up to a multiple of 64
     use_conv_bias            whether conv1d has a bias
@@ -278,6 +317,12 @@ class MambaConfig(_Checked):
     head_dim: int = _rule(64, 1, 1 << 16)
     n_groups: int = _rule(1, 1, 1 << 16)
     time_step_limit: tuple[float, float] = _rule((0.0, math.inf), 0.0, math.inf)
+    attn_heads: int = _rule("auto", 1, 1 << 16)
+    attn_kv_heads: int = _rule(0, 0, 1 << 16)
+    attn_head_dim: int = _rule("auto", 1, 1 << 16)
+    attn_rotary_dim: int = _rule(0, 0, 1 << 16)
+    attn_rope_theta: float = _rule(10000.0, 1.0, 1e12)
+    attn_bias: bool = False
     mlp: Literal["none", "swiglu"] = _rule("none", among=("none", "swiglu"))
     d_ff: int = _rule("auto", 1, 1 << 20)
     use_conv_bias: bool = True
@@ -317,6 +362,16 @@ class MambaConfig(_Checked):
         object.__setattr__(self, "layers", pattern * (self.n_layer // len(pattern)))
         if self.dt_rank == "auto":  # type: ignore[comparison-overlap]
             object.__setattr__(self, "dt_rank", -(-self.d_model // 16))
+        if self.attn_head_dim == "auto":  # type: ignore[comparison-overlap]
+            object.__setattr__(self, "attn_head_dim", min(64, self.d_model))
+        if self.attn_heads == "auto":  # type: ignore[comparison-overlap]
+            object.__setattr__(self, "attn_heads", -(-self.d_model // self.attn_head_dim))
+        if self.attn_kv_heads and self.attn_heads % self.attn_kv_heads:
+            allowed = f"divisors of attn_heads, {self.attn_heads}, or 0"
+            self._refuse("attn_kv_heads", self.attn_kv_heads, allowed)
+        if self.attn_rotary_dim % 2 or self.attn_rotary_dim > self.attn_head_dim:
+            allowed = f"even numbers up to attn_head_dim, {self.attn_head_dim}"
+            self._refuse("attn_rotary_dim", self.attn_rotary_dim, allowed)
         if self.d_ff == "auto":  # type: ignore[comparison-overlap]
             object.__setattr__(self, "d_ff", -(-8 * self.d_model // (3 * 64)) * 64)
         if self.time_step_min > self.time_step_max:
@@ -392,16 +447,13 @@ class MambaConfig(_Checked):
     @classmethod
     def memory_engine(cls, **overrides: Any) -> Self:
         """The variant with zero-order hold, biases everywhere, and A_log clamped to (-10, 5)."""
-        preset = {
-            "discretization": "zoh",
-            "use_bias": True,
-            "x_proj_bias": True,
-            "lm_head_bias": True,
-            "norm_eps": 1e-6,
-            "a_log_clamp": (-10.0, 5.0),
-            "init": "memory_engine",
-        }
-        return cls.from_dict(preset | overrides)
+        return cls.preset("memory_engine", **overrides)
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Self:
+        """One of PRESETS: "memory_engine"; "jamba", where every eighth layer attends and all have
+        an MLP; "zamba", where one block of attention and MLP serves after every sixth layer."""
+        return cls.from_dict(preset_fields(name) | overrides)
 
     def to_json(self) -> str:
         """This configuration in this package's own dialect."""
@@ -541,8 +593,6 @@ class MambaConfig(_Checked):
         check_keys(ssm, [*_SSM_CFG, *_SSM_CFG_ONLY], "config.json: ssm_cfg")
         for where, key, value, only in (
             ("", "rms_norm", config.get("rms_norm", True), True),
-            ("", "attn_layer_idx", config.get("attn_layer_idx") or [], []),
-            ("", "d_intermediate", config.get("d_intermediate", 0), 0),
             ("ssm_cfg.", "layer", ssm.get("layer", "Mamba1"), "Mamba1"),
         ):
             if value != only:
@@ -552,6 +602,7 @@ class MambaConfig(_Checked):
         for key in ("residual_in_fp32", "tie_embeddings"):
             if key in config:
                 values[key] = config[key]
+        values |= _mamba_ssm_layers(config)
         return cls.from_dict(values | {ours: ssm[k] for k, ours in _SSM_CFG.items() if k in ssm})
 
 
@@ -564,7 +615,7 @@ _CHANGES_LOGITS = {
 }
 
 # Fields without a counterpart that have no say in what Mamba-1 computes
-_NO_KEY = ("init", "head_dim", "n_groups", "time_step_limit", "d_ff")
+_NO_KEY = ("init", "head_dim", "n_groups", "time_step_limit", *LAYER_TYPES["attention"], "d_ff")
 
 _HUGGING_FACE = {
     "vocab_size": "vocab_size",
@@ -617,6 +668,60 @@ _SSM_CFG = {
     "bias": "use_bias",
 }
 _SSM_CFG_ONLY = ("layer", "dt_init", "use_fast_path")  # read, or of no effect on a trained model
+
+
+_ATTN_CFG = {
+    "num_heads": "attn_heads",
+    "num_heads_kv": "attn_kv_heads",
+    "head_dim": "attn_head_dim",
+    "rotary_emb_dim": "attn_rotary_dim",
+    "rotary_emb_base": "attn_rope_theta",
+    "qkv_proj_bias": "attn_bias",
+}
+_ATTN_CFG_ONLY = {
+    "causal": True,
+    "d_conv": 0,
+    "mlp_dim": 0,
+    "rotary_emb_interleaved": False,
+    "softmax_scale": None,
+}
+
+
+def _mamba_ssm_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Attention layers and MLPs of a configuration in mamba_ssm's form, as fields of ours."""
+    made = MambaConfig(**{name: config[name] for name in ("vocab_size", "d_model", "n_layer")})
+    values: dict[str, Any] = {}
+    if width := config.get("d_intermediate", 0):
+        if not isinstance(width, int):
+            raise ConfigError(f"config.json: d_intermediate is {width!r}, not an integer")
+        values |= {"mlp": "swiglu", "d_ff": -(-width // 128) * 128}
+    places, attn = config.get("attn_layer_idx") or [], config.get("attn_cfg") or {}
+    if not isinstance(places, list) or any(i not in range(made.n_layer) for i in places):
+        allowed = f"a list of numbers of layers, 0 to {made.n_layer - 1}"
+        raise ConfigError(f"config.json: attn_layer_idx is {places!r}; allowed: {allowed}")
+    if not places:
+        return values
+    if not isinstance(attn, Mapping):
+        raise ConfigError(f"config.json: attn_cfg is {attn!r}, not an object")
+    check_keys(attn, [*_ATTN_CFG, *_ATTN_CFG_ONLY, "out_proj_bias"], "config.json: attn_cfg")
+    given = {"causal": False, "qkv_proj_bias": True, "out_proj_bias": True}
+    given |= {key: value for key, value in attn.items() if value is not None}
+    if "num_heads" not in given:
+        raise ConfigError("config.json: attn_cfg has no 'num_heads'")
+    if given["out_proj_bias"] != given["qkv_proj_bias"]:
+        raise ConfigError("config.json: attn_cfg: qkv_proj_bias and out_proj_bias differ")
+    for key, only in _ATTN_CFG_ONLY.items():
+        if given.get(key, only) != only:
+            raise ConfigError(
+                f"config.json: attn_cfg.{key} is {given[key]!r}; only {only!r} is known"
+            )
+    values |= {ours: given[theirs] for theirs, ours in _ATTN_CFG.items() if theirs in given}
+    if "head_dim" not in given:
+        heads = replace(made, attn_heads=given["num_heads"]).attn_heads  # checked
+        values["attn_head_dim"] = made.d_model // heads
+    return values | {
+        "layers": ["attention" if i in places else "mamba" for i in range(made.n_layer)]
+    }
 
 
 def _need(config: Mapping[str, Any], keys: Iterable[str]) -> None:
@@ -754,8 +859,9 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def load_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     """The tables [model], [train] and [data] of a TOML file; an absent one is empty.
 
-    Raises ConfigError naming an unknown table or key and the nearest valid one. What [data] may
-    hold, and the values of the other two, is for their readers to check.
+    A preset that [model] names is replaced by its fields, as far as the table has none. Raises
+    ConfigError naming an unknown table or key and the nearest valid one. What [data] may hold, and
+    the values of the other two, is for their readers to check.
     """
     try:
         tables = tomllib.loads(Path(path).read_text("utf-8"))
@@ -768,5 +874,9 @@ def load_toml(path: str | Path) -> dict[str, dict[str, Any]]:
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {name} is {table!r}, not a table")
     for name, cls in (("model", MambaConfig), ("train", TrainConfig)):
-        check_keys(tables.get(name, {}), [f.name for f in fields(cls)], f"{path}: [{name}]")
-    return {name: tables.get(name, {}) for name in ("model", "train", "data")}
+        known = [*(f.name for f in fields(cls)), *(["preset"] if name == "model" else [])]
+        check_keys(tables.get(name, {}), known, f"{path}: [{name}]")
+    made = {name: tables.get(name, {}) for name in ("model", "train", "data")}
+    if "preset" in made["model"]:
+        made["model"] = preset_fields(made["model"].pop("preset")) | made["model"]
+    return made

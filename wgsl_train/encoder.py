@@ -63,10 +63,11 @@ class Buffers:
             commands.clear_buffer(self.named(root))
         self.device.wgpu.queue.submit([commands.finish()])
 
-    def drop(self, root: Tensor) -> None:
-        """Free the buffer of a persistent tensor."""
-        if root.name in self._buffers:
-            self._buffers.pop(root.name).destroy()
+    def drop(self, *roots: Tensor) -> None:
+        """Free the buffers of persistent tensors."""
+        for root in roots:
+            if root.name in self._buffers:
+                self._buffers.pop(root.name).destroy()
 
     def free(self) -> None:
         """Free all buffers: encoders made before are of no use then."""

@@ -30,6 +30,7 @@ Array = np.ndarray[Any, Any]
 
 _BASE = "wgsl_train.lora_base"  # key of a weights file's metadata: its matrices are such values
 _PREFILL = 64  # tokens of a prompt taken in one submit; the rest go one by one
+_CAPACITY = 256  # tokens that a state has room for at first, where it grows
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class Model:
         self._embedders: dict[tuple[int, ...], tuple[Encoder, Tensor, Tensor]] = {}
         self._forwards: dict[tuple[int, ...], tuple[Encoder, Tensor, list[Tensor]]] = {}
         self._decoders: dict[tuple[int, int], tuple[Encoder, Tensor, Tensor | None]] = {}
+        self._capacity = _CAPACITY
 
     @property
     def encoders(self) -> list[Encoder]:
@@ -556,7 +558,7 @@ class Model:
         if (batch, seqlen) not in self._decoders:
             plan = Plan(self.layout, self.device.target, training=False)
             ids = plan.persistent(f"tokens.{batch}x{seqlen}", (batch, seqlen), "u32")
-            state = language_model.carried_state(plan, self.config, batch)
+            state = language_model.carried_state(plan, self.config, batch, self._capacity)
             x = language_model.backbone(plan, self.config, ids, state)
             logits = None
             if seqlen == 1:
@@ -564,6 +566,15 @@ class Model:
             plan.prune()
             self._decoders[batch, seqlen] = Encoder(self.buffers, plan), ids, logits
         return self._decoders[batch, seqlen]
+
+    def _make_room(self, tokens: int) -> None:
+        """See to it that a state that grows has room for so many tokens."""
+        if tokens > self._capacity and language_model.state_grows(self.config):
+            for encoder, _, _ in self._decoders.values():
+                self.buffers.drop(*_states(encoder.plan))
+            self._decoders.clear()
+            while self._capacity < tokens:
+                self._capacity *= 2
 
     def stream(
         self,
@@ -576,7 +587,7 @@ class Model:
         seed: int = 0,
         eos_token_id: int | None = None,
     ) -> Iterator[int]:
-        """Yield sampled token ids, one at a time; the work a token is constant.
+        """Yield sampled token ids, one at a time; the work a token is constant, attention aside.
 
         prompt        (seqlen,) ids, at least one
         temperature   0 takes the likeliest token
@@ -596,10 +607,10 @@ class Model:
         ids = self.check_tokens(prompt)
         if ids.shape[0] != 1:
             raise DataError(f"one prompt at a time, not {ids.shape[0]}")
+        self._make_room(ids.shape[1] + max_new_tokens)
         step, step_ids, logits = self._decoder(1, 1)
         assert logits is not None
-        roots = {t.root for d in step.plan.dispatches for t in d.tensors.values()}
-        self.buffers.clear(*(t for t in roots if t.name.startswith("state.1.")))
+        self.buffers.clear(*_states(step.plan))
         done = 0
         while ids.shape[1] - done > _PREFILL:
             prefill, prefill_ids, _ = self._decoder(1, _PREFILL)
@@ -624,6 +635,12 @@ class Model:
     ) -> list[int]:
         """The prompt's continuation as token ids; options as for `stream`."""
         return list(self.stream(prompt, max_new_tokens, **options))
+
+
+def _states(plan: Plan) -> set[Tensor]:
+    """The tensors of a plan that hold what is carried from token to token."""
+    roots = {t.root for d in plan.dispatches for t in d.tensors.values()}
+    return {t for t in roots if t.name.startswith("state.")}
 
 
 def _sample(

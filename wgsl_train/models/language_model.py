@@ -34,8 +34,13 @@ class LayerType(Protocol):
         h and what is returned are (batch, seqlen, d_model) f32. state is of `layer_state`.
         """
 
-    def layer_state(self, plan: Plan, config: MambaConfig, batch: int, i: int) -> Any:
-        """What layer i carries from token to token: persistent tensors "state.{batch}.{i}.…"."""
+    def layer_state(
+        self, plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int
+    ) -> Any:
+        """What layer i carries from token to token: persistent tensors "state.{batch}.{i}.…".
+
+        capacity   tokens for which a state that grows must have room
+        """
 
 
 def layer_type(name: str) -> LayerType:
@@ -65,10 +70,18 @@ def head(config: MambaConfig) -> tuple[str, str | None]:
     return weight, "lm_head.bias" if config.lm_head_bias else None
 
 
-def carried_state(plan: Plan, config: MambaConfig, batch: int) -> list[Any]:
-    """Persistent state of every layer, for generation."""
+def state_grows(config: MambaConfig) -> bool:
+    """Whether some layer's state needs room for every token: only attention's does."""
+    return any(layer.type == "attention" for layer in config.schedule)
+
+
+def carried_state(plan: Plan, config: MambaConfig, batch: int, capacity: int) -> list[Any]:
+    """Persistent state of every layer, for generation.
+
+    capacity   tokens for which a state that grows has room
+    """
     return [
-        layer_type(layer.type).layer_state(plan, layer.config, batch, i)
+        layer_type(layer.type).layer_state(plan, layer.config, batch, i, capacity)
         for i, layer in enumerate(config.schedule)
     ]
 

@@ -56,8 +56,8 @@ class LayerState:
     ssm: Tensor
 
 
-def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int) -> LayerState:
-    """Persistent state of layer i, for generation."""
+def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int) -> LayerState:
+    """Persistent state of layer i, for generation; of one size, whatever the capacity."""
     c, name = config, f"state.{batch}.{i}"
     conv = None
     if c.d_conv > 1:
