@@ -32,9 +32,18 @@ def test_round_trip(device, tmp_path, options):
 
 
 @pytest.mark.gpu
-def test_a_model_that_it_cannot_compute_is_refused(device, tmp_path):
-    wt.Model(MambaConfig(**SIZES, discretization="zoh"), device).save_pretrained(tmp_path)
-    with pytest.raises(KeyError, match="wgsl_train_mamba"):
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ({"discretization": "zoh"}, "wgsl_train_mamba"),
+        ({"layers": "mamba,attention"}, "wgsl_train_hybrid"),
+        ({"mlp": "swiglu"}, "wgsl_train_hybrid"),
+    ],
+    ids=str,
+)
+def test_a_model_that_it_cannot_compute_is_refused(device, tmp_path, options, name):
+    wt.Model(MambaConfig(**SIZES, **options), device).save_pretrained(tmp_path)
+    with pytest.raises(KeyError, match=name):
         transformers.MambaForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="wgsl_train_mamba"):
+    with pytest.raises(ValueError, match=name):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

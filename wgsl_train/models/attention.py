@@ -43,11 +43,19 @@ def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int, capacity: i
     )
 
 
-def block(plan: Plan, config: MambaConfig, h: Tensor, i: int, state: Cache | None = None) -> Tensor:
+def block(
+    plan: Plan,
+    config: MambaConfig,
+    h: Tensor,
+    i: int,
+    state: Cache | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
     """Plan h + out_proj(attention(in_proj(norm(h)))) with the parameters of layer i.
 
-    h         (batch, seqlen, d_model) f32
-    returns   (batch, seqlen, d_model) f32
+    h           (batch, seqlen, d_model) f32
+    documents   (batch, seqlen) u32, or None: see `attention`
+    returns     (batch, seqlen, d_model) f32
     """
     c = config
 
@@ -66,10 +74,11 @@ def block(plan: Plan, config: MambaConfig, h: Tensor, i: int, state: Cache | Non
         n_kv_heads=_kv_heads(c),
         rotary_dim=c.attn_rotary_dim,
         rope_theta=c.attn_rope_theta,
+        documents=documents,
         cache=state,
     )
     if state:
-        advance(plan, state, h.shape[1])
+        advance(plan, state, h.shape[1], documents)
     return linear(
         plan, attended, param("mixer.out_proj.weight"), bias("out_proj"), residual=h, name="h"
     )
