@@ -10,8 +10,9 @@ import pytest
 import wgsl_train as wt
 from tests.oracle_model import loss_and_grads
 from tests.test_model import assert_matches_oracle, batch, lively, relative
+from wgsl_train.checkpoint import check_names
 from wgsl_train.config import LAYER_TYPES, LORA_TARGETS, MambaConfig, load_toml
-from wgsl_train.errors import ConfigError
+from wgsl_train.errors import CheckpointError, ConfigError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
 from wgsl_train.models import language_model
@@ -194,6 +195,32 @@ def test_first_weights_of_an_mlp():
     assert (state[layer + "norm2.weight"] == 1).all()
     assert not wt.TrainConfig().decays(layer + "norm2.weight")
     assert wt.TrainConfig().decays(layer + "mlp.fc2.weight")
+
+
+@pytest.mark.parametrize(
+    "theirs, message",
+    [
+        (dict(layers="mamba,attention:d_ff=9"), "check d_ff"),
+        (
+            dict(layers="mamba,attention:attn_heads=2"),
+            "check attn_heads, attn_kv_heads, attn_head_dim",
+        ),
+        (dict(layers="mamba*2"), "layers.1.mixer.A_log"),
+        (dict(layers="mamba*2"), "check layers"),
+        (dict(layers="mamba,attention", mlp="none"), "check mlp"),
+        (dict(layers="mamba,attention", attn_bias=True), "check attn_bias"),
+    ],
+    ids=str,
+)
+def test_tensors_that_do_not_fit_say_which_option_decides(theirs, message):
+    ours = config("mamba,attention", mlp="swiglu")
+    shapes = [
+        {spec.name: spec.shape for spec in language_model.parameters(c)}
+        for c in (ours, config(**{"mlp": "swiglu", **theirs}))
+    ]
+    with pytest.raises(CheckpointError) as caught:
+        check_names(*shapes)
+    assert message in str(caught.value)
 
 
 # Whole models

@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,6 +232,8 @@ def model_tensors(path: AnyPath, tie_embeddings: bool) -> Tensors:
 _VOCAB = "vocab_size"
 _MODEL = "d_model (hidden_size)"
 _INNER = "expand"
+_HEADS = "attn_heads, attn_kv_heads, attn_head_dim"
+_MLP = "d_ff"
 _STATE = "d_state (state_size)"
 _CONV = "d_conv (conv_kernel)"
 _RANK = "dt_rank (time_step_rank)"
@@ -241,6 +243,7 @@ _AXES = {
     "lm_head.bias": (_VOCAB,),
     "norm.weight": (_MODEL,),
     "norm_f.weight": (_MODEL,),
+    "norm2.weight": (_MODEL,),
     "in_proj.weight": (_INNER, _MODEL),
     "in_proj.bias": (_INNER,),
     "conv1d.weight": (_INNER, _INNER, _CONV),
@@ -253,12 +256,22 @@ _AXES = {
     "D": (_INNER,),
     "out_proj.weight": (_MODEL, _INNER),
     "out_proj.bias": (_MODEL,),
+    "attention in_proj.weight": (_HEADS, _MODEL),
+    "attention in_proj.bias": (_HEADS,),
+    "attention out_proj.weight": (_MODEL, _HEADS),
+    "attention out_proj.bias": (_MODEL,),
+    "fc1.weight": (_MLP, _MODEL),
+    "fc2.weight": (_MODEL, _MLP),
 }
 _PRESENCE = {
     "lm_head.weight": "tie_embeddings (tie_word_embeddings)",
     "lm_head.bias": "lm_head_bias",
     "in_proj.bias": "use_bias",
     "out_proj.bias": "use_bias",
+    "attention in_proj.bias": "attn_bias",
+    "attention out_proj.bias": "attn_bias",
+    "A_log": "layers",
+    "fc1.weight": "mlp",
     "x_proj.bias": "x_proj_bias",
     "conv1d.bias": "use_conv_bias",
 }
@@ -280,13 +293,14 @@ def check_names(
         name = wrong[0]
         want, got = tuple(expected[name]), tuple(found[name])
         more = f" (and {len(wrong) - 1} more of another shape)" if len(wrong) > 1 else ""
-        keys = _axis(name, want, got)
+        keys = _axis(_role(name, expected), want, got)
         faults.append(f"{name} is {got}, the configuration makes it {want}{more}; check {keys}")
     other_depth = _layers(expected) != _layers(found)
     for what, names in (("missing", missing), ("not of this model", extra)):
         if names:
             own = [n for n in names if not (other_depth and n.startswith("backbone.layers."))]
-            checks = {_PRESENCE[s] for s in map(_suffix, own) if s in _PRESENCE}
+            roles = {_role(name, expected) for name in own}
+            checks = {_PRESENCE[role] for role in roles if role in _PRESENCE}
             checks |= {"n_layer (num_hidden_layers)"} if other_depth else set()
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             hint = f"; check {', '.join(sorted(checks))}" if checks else ""
@@ -295,10 +309,14 @@ def check_names(
         raise CheckpointError(f"{where}: " + "; ".join(faults))
 
 
-def _suffix(name: str) -> str:
-    """The part of a parameter's name that says what it is: "in_proj.weight", "A_log"."""
-    parts = name.split(".")
-    return ".".join(parts[-2:] if parts[-1] in ("weight", "bias") else parts[-1:])
+def _role(name: str, expected: Collection[str]) -> str:
+    """What a parameter is: "in_proj.weight", "A_log", "attention in_proj.weight"."""
+    owner, _, suffix = name.rpartition(".")
+    if suffix in ("weight", "bias"):
+        owner, _, module = owner.rpartition(".")
+        suffix = f"{module}.{suffix}"
+    attends = suffix.startswith(("in_proj", "out_proj")) and f"{owner}.A_log" not in expected
+    return f"attention {suffix}" if attends else suffix
 
 
 def _layers(names: Iterable[str]) -> set[str]:
@@ -306,9 +324,9 @@ def _layers(names: Iterable[str]) -> set[str]:
     return {m[1] for n in names if (m := re.match(r"backbone\.layers\.(\d+)\.", n))}
 
 
-def _axis(name: str, want: Shape, got: Shape) -> str:
+def _axis(role: str, want: Shape, got: Shape) -> str:
     """The keys that decide the axes in which two shapes of a parameter differ."""
-    keys = _AXES.get(_suffix(name), ())
+    keys = _AXES.get(role, ())
     if not len(want) == len(got) == len(keys):
         return "which model the file is of"
     # where the model is wider, everything is: the axis that d_model decides alone says so
