@@ -15,11 +15,11 @@ LAYERS = [
     {"tuned"},
     {"plan", "device"},
     {"ops", "encoder"},
-    {"models", "trial"},
+    {"models", "trial", "anomaly"},
     {"model"},
     {"profile", "reload"},
     {"train", "tune"},
-    {"doctor", "plot"},
+    {"doctor", "plot", "tensorboard"},
     {"cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from tensorboardX.proto import event_pb2
 
 import wgsl_train as wt
 from wgsl_train import checkpoint, cli
@@ -712,6 +713,25 @@ def test_comparing_embedding_and_drawing(run, train, tmp_path, monkeypatch):
     refuses(run("plot", "a", "--out=c.png"), "metrics.jsonl: damaged")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     refuses(run("plot", "b", "--out=c.png"), r"need matplotlib: pip install 'wgsl-train\[plot\]'")
+
+
+def test_event_files_hold_what_the_log_holds(run, train, monkeypatch):
+    assert train("--tensorboard").code == 0
+    (file,) = Path("run").glob("events.out.tfevents.*")
+    data, events = file.read_bytes(), []
+    while data:  # length, its checksum, an event, its checksum
+        length = int.from_bytes(data[:8], "little")
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    written = {(e.step, v.tag): v.simple_value for e in events for v in e.summary.value}
+    for line in log():
+        if "loss" in line:
+            assert written[line["step"], "train/loss"] == np.float32(line["loss"])
+            assert written[line["step"], "train/lr"] == np.float32(line["lr"])
+        else:
+            assert written[line["step"], "eval/top1"] == np.float32(line["top1"])
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    refuses(train("--out=other", "--tensorboard"), r"pip install 'wgsl-train\[tensorboard\]'")
 
 
 # Profile and tune

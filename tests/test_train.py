@@ -348,7 +348,7 @@ def plant(trainer, name, bits, index=1):
     trainer.model._write(name, array)
 
 
-NAN, INF = 0x7FC00000, 0x7F800000
+NAN, INF, LARGEST = 0x7FC00000, 0x7F800000, 0x7F7FFFFF
 
 
 @pytest.mark.parametrize("bits", [NAN, INF], ids=["nan", "inf"])
@@ -411,6 +411,46 @@ def test_a_non_finite_gradient_skips_the_whole_step(device, name, bits):  # T06,
     assert not after.skipped
     assert_same(trainer.model.state_dict(), straight.model.state_dict())
     assert_same(moments(trainer), moments(straight))
+
+
+@pytest.mark.parametrize(
+    "name, bits, message",
+    [
+        (MIXER + "A_log", NAN, r"layers\.0: scan_prepare wrote .* A_log = .*1 of 64 not finite"),
+        (
+            MIXER + "out_proj.weight",
+            INF,
+            r"linear_forward wrote .* to out = layers\.0\.h at \[0, 0",
+        ),
+        (
+            "backbone.norm_f.weight",
+            NAN,
+            r"rms_norm_forward wrote .* to out = norm_f at \[0, 0, 1\]",
+        ),
+        # finite all of them, but not their product
+        (
+            MIXER + "x_proj.weight",
+            LARGEST,
+            r"scan_forward wrote .* to gy = layers\.0\.scan\.gy .* x_dbl = .* \.\. \d\.\d+e\+3[78]",
+        ),
+    ],
+    ids=["nan", "inf", "norm", "overflow"],
+)
+def test_an_anomaly_is_traced_to_where_it_began(device, name, bits, message):
+    trainer = make(device, detect_anomaly=True)
+    trainer.step(*pair())
+    before = moments(trainer)
+    plant(trainer, name, bits, slice(None) if bits == LARGEST else 1)
+    with pytest.raises(TrainingError, match=f"step 2: .*{message}"):
+        trainer.step(*pair())
+    assert_same(moments(trainer), before)
+
+
+def test_looking_for_anomalies_changes_nothing(device):
+    plain, watched = make(device), make(device, detect_anomaly=True)
+    for seed in range(3):
+        assert plain.step(*pair(seed=seed)).loss == watched.step(*pair(seed=seed)).loss
+    assert_same(plain.model.state_dict(), watched.model.state_dict())
 
 
 def test_too_many_skips_in_a_row_stop_the_run(device, tmp_path):  # T07

@@ -46,6 +46,7 @@ from .models.language_model import parameters
 from .models.lora import Lora
 from .plan import Layout, Memory
 from .plot import plot
+from .tensorboard import event_writer
 from .train import Trainer, compare, evaluate, saved_config
 from .tune import Tuned
 from .tune import tune as measure_choices
@@ -301,6 +302,10 @@ def train(
             help="Swap in shader templates that are edited meanwhile, if they compute the same.",
         ),
     ] = False,
+    tensorboard: Annotated[
+        bool,
+        typer.Option("--tensorboard", help="Write event files for TensorBoard, too, to OUT."),
+    ] = False,
     tokenizer: TokenizerOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -358,7 +363,7 @@ def train(
         if start:
             trainer.load(start)
             err.print(f"resuming   {start}")
-        _run(trainer, training, held_out, out_dir, stop_after, hot_reload)
+        _run(trainer, training, held_out, out_dir, stop_after, hot_reload, tensorboard)
 
 
 def _check_free(out_dir: Path, resume: bool) -> None:
@@ -588,19 +593,28 @@ def _run(
     out_dir: Path,
     stop_after: int | None,
     hot_reload: bool,
+    tensorboard: bool,
 ) -> None:
     total, first = trainer.total_steps(data), trainer.progress.step
     if first >= total or (stop_after and first >= stop_after):
         err.print(f"nothing to do: step {first} of {total} is reached")
         return
     display = _Display(trainer, total)
+    watchers: list[Callable[[dict[str, Any]], None]] = [display.show]
+
+    def on_log(record: dict[str, Any]) -> None:
+        for show in watchers:
+            show(record)
+
     with _interrupts() as caught:
-        with display.bar:
+        with display.bar, contextlib.ExitStack() as stack:
+            if tensorboard:
+                watchers.append(stack.enter_context(event_writer(out_dir, first)))
             trainer.fit(
                 data,
                 eval_dataset=held_out,
                 out=out_dir,
-                on_log=display.show,
+                on_log=on_log,
                 should_stop=lambda: bool(caught) or trainer.progress.step == stop_after,
                 hot_reload=err.print if hot_reload else None,
             )

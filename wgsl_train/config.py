@@ -769,6 +769,8 @@ class TrainConfig(_Checked):
     activation_checkpointing recompute each layer in the backward pass: less memory, more time
     memory_budget            bytes of GPU memory that the plan may take; by default no bound
     max_skips                non-finite steps in a row after which training stops
+    detect_anomaly           stop at the first step that is not finite, and name the kernel and the
+                             tensor where it began; slower, since each step is waited for
     """
 
     lr: float = _rule(1e-4, 0.0, 10.0)
@@ -804,6 +806,7 @@ class TrainConfig(_Checked):
     activation_checkpointing: bool = False
     memory_budget: int | None = _rule(None, 1)
     max_skips: int = _rule(50, 1)
+    detect_anomaly: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -342,6 +342,22 @@ class Encoder:
     def cancel_captures(self) -> None:
         """Forget the captures that have not happened."""
         self._captures.clear()
+
+    def walk(self, *sections: str, clear_grads: bool = True) -> Iterator[Dispatch]:
+        """Run sections a dispatch at a time, and yield each after it: to see what it left behind.
+
+        clear_grads   see `encode`
+        """
+        if clear_grads and "forward" in sections:
+            self.buffers.clear(*self._clear_first)
+        for section in sections:
+            for d, item in zip(self.plan.sections[section], self.program[section], strict=True):
+                commands = self.device.wgpu.create_command_encoder()
+                compute = commands.begin_compute_pass()
+                _record(compute, [item])
+                compute.end()
+                self.submit(self.device.guard(commands.finish))
+                yield d
 
     def submit(self, commands: Any) -> None:
         """Hand encoded commands to the GPU, once. Returns before it is done."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import checkpoint
+from .anomaly import first_anomaly
 from .config import TrainConfig
 from .data import IGNORED, Batch, Dataset, Prefetcher
 from .errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -263,6 +264,10 @@ class Trainer:
                 step.encoder.run("forward", "backward", *last, clear_grads=i == 0)
             self._pending[self._calls] = result
             self._calls += 1
+            if self.config.detect_anomaly:
+                self._collect()
+                if result.skipped or not math.isfinite(result.loss):
+                    self._explain(result.step, batches, count)
         else:
             result._row = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
             warnings.warn(
@@ -271,6 +276,16 @@ class Trainer:
         self.progress.step += 1
         self.progress.tokens += sum(b.inputs.size for b in batches)
         return result
+
+    def _explain(self, step: int, batches: Sequence[Batch], count: int) -> None:
+        """Raise TrainingError that says where a skipped step, which moved nothing, went wrong."""
+        for i, batch in enumerate(batches):
+            compiled = self._encoder(*batch.inputs.shape)
+            self.model.load_batch(compiled, batch.inputs, batch.targets, count)
+            found = first_anomaly(compiled.encoder, "forward", "backward", clear_grads=i == 0)
+            if found:
+                raise TrainingError(f"step {step}: {found}")
+        raise TrainingError(f"step {step}: all is finite but the norm of the gradients")
 
     # -- the log -------------------------------------------------------------------------------
 
