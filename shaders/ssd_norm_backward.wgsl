@@ -2,9 +2,9 @@
 // dzxbcdt's first columns = dz = da (y + skip x) silu'(z); weight_partials[p] = sum over the rows of part p of dout a inv
 $$ set packed = "y" in vec4
 $$ set width = 4 if packed else 1
-$$ set columns = d_inner // n_groups // width
+$$ set columns = d_inner // norm_groups // width
 {$ include "include/ssd_norm.wgsl" $}
-$$ set pairs = rows_per_group * n_groups
+$$ set pairs = rows_per_group * norm_groups
 $$ set lanes = [workgroup // pairs, 1] | max
 
 var<workgroup> dots: array<vec2f, {{ workgroup }}>; // sums of a^2 and of weight dout a
@@ -20,11 +20,11 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
 $$ for turn in range(ceil_div(pairs * lanes, workgroup))
     {
         let pair = {{ turn * (workgroup // lanes) }}u + lane / {{ lanes }}u;
-        let row = first_row + pair / {{ n_groups }}u;
-        let first = pair % {{ n_groups }}u * {{ columns }}u;
+        let row = first_row + pair / {{ norm_groups }}u;
+        let first = pair % {{ norm_groups }}u * {{ columns }}u;
         var squares = pack(0.0);
         var products = pack(0.0);
-        if (pair / {{ n_groups }}u < n_rows) {
+        if (pair / {{ norm_groups }}u < n_rows) {
             for (var c = first + lane % {{ lanes }}u; c < first + {{ columns }}u; c += {{ lanes }}u) {
                 let a = whole_y(row, c) * silu(z_at(row, c));
                 squares += a * a;
@@ -37,9 +37,9 @@ $$ for turn in range(ceil_div(pairs * lanes, workgroup))
         if (lane < {{ workgroup // lanes }}u && summed < {{ pairs }}u) {
             var sum = vec2f();
             for (var i = 0u; i < {{ lanes }}u; i++) { sum += dots[lane * {{ lanes }}u + i]; }
-            let inv = inverseSqrt(sum.x / {{ d_inner // n_groups }}.0 + {{ eps | f32 }});
+            let inv = inverseSqrt(sum.x / {{ d_inner // norm_groups }}.0 + {{ eps | f32 }});
             pair_inv[summed] = inv;
-            pair_mean[summed] = inv * inv * sum.y / {{ d_inner // n_groups }}.0;
+            pair_mean[summed] = inv * inv * sum.y / {{ d_inner // norm_groups }}.0;
         }
         workgroupBarrier();
     }
@@ -51,7 +51,7 @@ $$ endfor
         for (var r = 0u; r < n_rows; r++) {
             let row = first_row + r;
             let i = row * {{ d_inner // width }}u + c;
-            let pair = r * {{ n_groups }}u + c / {{ columns }}u;
+            let pair = r * {{ norm_groups }}u + c / {{ columns }}u;
             let d = dout[i];
             let value = whole_y(row, c);
             let z = z_at(row, c);

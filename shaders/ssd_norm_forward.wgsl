@@ -1,7 +1,7 @@
 // a = (y + skip x) silu(z);  out[i] = weight[i] a[i] / sqrt(mean of a^2 over i's group of columns + eps)
 $$ set packed = "y" in vec4
 $$ set width = 4 if packed else 1
-$$ set columns = d_inner // n_groups // width
+$$ set columns = d_inner // norm_groups // width
 {$ include "include/ssd_norm.wgsl" $}
 $$ set value_type = "f32"
 fn combine(a: f32, b: f32) -> f32 {
@@ -12,18 +12,18 @@ fn combine(a: f32, b: f32) -> f32 {
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
     let own = group_index(wid, groups) * {{ workgroup // lanes }}u + lane / {{ lanes }}u;
-    let at = min(own, {{ batch * seqlen * n_groups - 1 }}u);  // lanes past the end repeat the last, and store nothing
-    let row = at / {{ n_groups }}u;
-    let first = at % {{ n_groups }}u * {{ columns }}u;
+    let at = min(own, {{ batch * seqlen * norm_groups - 1 }}u);  // lanes past the end repeat the last, and store nothing
+    let row = at / {{ norm_groups }}u;
+    let first = at % {{ norm_groups }}u * {{ columns }}u;
     var squares = pack(0.0);
     for (var c = first + lane % {{ lanes }}u; c < first + {{ columns }}u; c += {{ lanes }}u) {
         let a = whole_y(row, c) * silu(z_at(row, c));
         squares += a * a;
     }
-    let scale = inverseSqrt(lane_reduce(fold(squares), lane) / {{ d_inner // n_groups }}.0 + {{ eps | f32 }});
+    let scale = inverseSqrt(lane_reduce(fold(squares), lane) / {{ d_inner // norm_groups }}.0 + {{ eps | f32 }});
     if (own == at) {
         for (var c = first + lane % {{ lanes }}u; c < first + {{ columns }}u; c += {{ lanes }}u) {
-            out[row * {{ n_groups * columns }}u + c] = weight[c] * scale * whole_y(row, c) * silu(z_at(row, c));
+            out[row * {{ norm_groups * columns }}u + c] = weight[c] * scale * whole_y(row, c) * silu(z_at(row, c));
         }
     }
 }

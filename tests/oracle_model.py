@@ -234,7 +234,7 @@ def mamba2(c, w, p, n):
     y, states = ssd(x, delta, A, B, C, D)
     y = y.reshape(batch, seqlen, inner)
     a = y * z * sigmoid(z)
-    grouped = a.reshape(batch, seqlen, groups, -1)
+    grouped = a.reshape(batch, seqlen, groups if c.norm_per_group else 1, -1)
     normed, inv = rms_norm(grouped, 1.0, c.norm_eps)
     normed, weight = normed.reshape(a.shape), w[m + "norm.weight"]
     out, out_proj_backward = w.linear(normed * weight, m + "out_proj")

@@ -39,6 +39,7 @@ def plan_dual(
         *(plan.param(name) for name in PARAMETERS),
         plan.param("norm"),
         n_groups=n_groups,
+        norm_groups=n_groups,
         eps=EPS,
         **options,
     )

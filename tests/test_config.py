@@ -49,6 +49,19 @@ VARIANTS = {
     "odd": MambaConfig(**SIZES, d_conv=1, expand=3, use_conv_bias=False, eos_token_id=3),
     "zoh": MambaConfig(**SIZES, discretization="zoh"),
     "clamped": MambaConfig(**SIZES, a_log_clamp=(-10, 5)),
+    "mamba2": MambaConfig(**SIZES, layers="mamba2"),
+    "mamba2_odd": MambaConfig(
+        **SIZES,
+        layers="mamba2",
+        head_dim=16,
+        n_groups=4,
+        d_state=7,
+        pad_vocab_size_multiple=8,
+        time_step_limit=(0.01, math.inf),
+        rescale_prenorm_residual=False,
+        discretization="zoh",
+    ),
+    "mamba2_biased": MambaConfig(**SIZES, layers="mamba2", lm_head_bias=True),
 }
 
 
@@ -164,7 +177,7 @@ def test_memory_engine_preset():
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_both_forms_come_back_equal(config):
     assert MambaConfig.from_json(config.to_json()) == config
-    theirs = json.loads(json.dumps(config.to_hugging_face()))
+    theirs = json.loads(json.dumps(config.to_hugging_face(), allow_nan=False))
     assert MambaConfig.from_hugging_face(theirs) == config
 
 
@@ -206,6 +219,57 @@ def test_plain_models_are_what_transformers_reads():
         "dtype", "transformers_version", "use_cache", "time_step_init_scheme",
     }  # fmt: skip
     assert VARIANTS["padded"].to_hugging_face()["vocab_size"] == 280
+
+
+def test_models_of_mamba2_are_what_transformers_reads():
+    theirs = VARIANTS["mamba2"].to_hugging_face()
+    assert theirs["model_type"] == "mamba2"
+    assert theirs["architectures"] == ["Mamba2ForCausalLM"]
+    assert (theirs["num_heads"], theirs["head_dim"], theirs["n_groups"]) == (2, 64, 1)
+    assert "intermediate_size" not in theirs
+    assert "time_step_limit" not in theirs  # its own default, which is infinite
+    assert theirs["wgsl_train"] == {"rescale_prenorm_residual": True}
+    theirs = VARIANTS["mamba2_odd"].to_hugging_face()
+    assert theirs["time_step_limit"] == [0.01, {"__float__": "Infinity"}]
+    assert theirs["wgsl_train"]["discretization"] == "zoh"  # which it has no use for
+    theirs = VARIANTS["mamba2_biased"].to_hugging_face()
+    assert theirs["model_type"] == "wgsl_train_mamba2"
+    assert theirs["hidden_act"] != "silu"
+
+
+def test_reads_mamba2_as_transformers_writes_it():
+    tiny = {
+        "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 24,
+        "num_hidden_layers": 2, "vocab_size": 61, "num_heads": 4, "head_dim": 12, "n_groups": 2,
+        "state_size": 6, "use_bias": False, "time_step_limit": [0.0, {"__float__": "Infinity"}],
+        "chunk_size": 4, "tie_word_embeddings": True,
+    }  # fmt: skip
+    config = MambaConfig.from_hugging_face(tiny)
+    assert config.layers == ("mamba2", "mamba2")
+    assert (config.n_heads, config.head_dim, config.n_groups, config.d_state) == (4, 12, 2, 6)
+    assert config.tie_embeddings
+    assert config.time_step_limit == (0.0, math.inf)
+    older = tiny | {"time_step_limit": json.loads("[0.0, Infinity]")}
+    assert MambaConfig.from_hugging_face(older) == config
+    del older["tie_word_embeddings"], older["n_groups"]  # what is left out has its own defaults
+    config = MambaConfig.from_hugging_face(older | {"num_heads": 8, "head_dim": 6})
+    assert config.n_groups == 8
+    assert not config.tie_embeddings
+    with pytest.raises(ConfigError, match="num_heads is 5, but the other keys make it 4"):
+        MambaConfig.from_hugging_face(tiny | {"num_heads": 5})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"head_dim": 24}, "head_dim is 24; allowed: divisors of d_inner .*, 128"),
+        ({"n_groups": 3}, "n_groups is 3; allowed: divisors of the number of heads .*, 2"),
+    ],
+)
+def test_heads_must_come_out_even_where_there_are_any(options, message):
+    MambaConfig(**SIZES, **options)
+    with pytest.raises(ConfigError, match=message):
+        MambaConfig(**SIZES, **options, layers="mamba2")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +330,7 @@ def test_reads_what_mamba_ssm_writes():  # C03
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "mamba2"}, "model_type is 'mamba2'"),
+        ({"model_type": "mamba3"}, "model_type is 'mamba3'; only 'mamba' and 'mamba2' are known"),
         ({"model_type": "falcon_mamba"}, "model_type is 'falcon_mamba'"),
         ({"model_type": []}, "model_type"),
         ({"architectures": ["LlamaForCausalLM"]}, "architectures names 'LlamaForCausalLM'"),
@@ -293,6 +357,22 @@ def test_refuses_another_model(change, message):
 def test_no_size_is_guessed(key):
     with pytest.raises(ConfigError, match=f"no '{key}'"):
         MambaConfig.from_hugging_face({k: v for k, v in TINY.items() if k != key})
+
+
+def test_reads_mamba2_of_mamba_ssm():
+    config = MambaConfig.from_hugging_face(SIZES | {"ssm_cfg": {"layer": "Mamba2"}})
+    assert config.layers == ("mamba2", "mamba2")
+    assert (config.d_state, config.head_dim, config.n_groups, config.n_heads) == (128, 64, 1, 2)
+    ssm = {
+        "layer": "Mamba2", "headdim": 32, "ngroups": 2, "d_state": 9, "dt_limit": [0.01, 0.1],
+        "chunk_size": 64, "rmsnorm": True,
+    }  # fmt: skip
+    config = MambaConfig.from_hugging_face(SIZES | {"ssm_cfg": ssm})
+    assert (config.d_state, config.head_dim, config.n_groups) == (9, 32, 2)
+    assert config.time_step_limit == (0.01, 0.1)
+    heads = {"num_heads": 4, "causal": True}
+    theirs = SIZES | {"ssm_cfg": ssm, "attn_layer_idx": [0], "attn_cfg": heads}
+    assert MambaConfig.from_hugging_face(theirs).layers == ("attention", "mamba2")
 
 
 def test_reads_hybrids_of_mamba_ssm():
@@ -332,7 +412,11 @@ def test_reads_hybrids_of_mamba_ssm():
         ),
         ({"d_intermediate": "64"}, "d_intermediate is '64', not an integer"),
         ({"d_intermediate": -64}, "d_ff is 0"),
-        ({"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg.layer is 'Mamba2'"),
+        ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer is 'Mamba3'; only 'Mamba1' and 'Mamba2'"),
+        ({"ssm_cfg": {"layer": ["Mamba1"]}}, "ssm_cfg.layer is ['Mamba1']"),
+        ({"ssm_cfg": {"layer": "Mamba2", "dt_rank": 3}}, "has no 'dt_rank'"),
+        ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 32}}, "ssm_cfg.d_ssm is 32; only None is known"),
+        ({"ssm_cfg": {"layer": "Mamba1", "headdim": 3}}, "has no 'headdim'"),
         ({"ssm_cfg": {"d_stat": 3}}, "did you mean 'd_state'"),
         ({"ssm_cfg": 3}, "ssm_cfg is 3"),
         ({"n_layers": 3}, "did you mean 'n_layer'"),

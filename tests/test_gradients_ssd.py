@@ -21,7 +21,7 @@ class Dual:
         planes = 2 if documents is None else 3
         self.dt_cum = np.zeros((*self.states.shape[:3], planes, v["chunk"]))
         self.sizes = {"d_state": v["d_state"], "head_dim": v["head_dim"]}
-        self.norm = {"eps": EPS, "n_groups": v["n_groups"]}
+        self.norm = {"eps": EPS, "norm_groups": v["n_groups"]}
 
     def forward(self, zxbcdt, xBC, dt_bias, A_log, D, weight):
         """All tensors that the forward pass makes."""

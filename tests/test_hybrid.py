@@ -19,7 +19,7 @@ from wgsl_train.models import language_model
 from wgsl_train.models.initialization import initialize
 from wgsl_train.plan import Layout
 
-SIZES = dict(vocab_size=37, d_model=20, d_state=5, dt_rank=3)
+SIZES = dict(vocab_size=37, d_model=20, d_state=5, dt_rank=3, head_dim=10)
 STACKS = {
     "options": "mamba,mamba:d_state=3:d_conv=2,mamba:discretization=zoh:use_bias=true:expand=1",
     "shared": "mamba:share=a,mamba,mamba:share=a,mamba:d_state=4:share=b,mamba:d_state=4:share=b",
@@ -27,6 +27,7 @@ STACKS = {
     "jamba": "mamba,attention:attn_heads=4:attn_kv_heads=2:attn_head_dim=6:attn_rotary_dim=4"
     ":attn_bias=true:mlp=swiglu,mamba:mlp=swiglu:d_ff=9",
     "zamba": "mamba,attention:mlp=swiglu:share=a,mamba,attention:mlp=swiglu:share=a",
+    "mamba2": "mamba,mamba2:n_groups=2:d_state=6:head_dim=5,mamba2:expand=1:use_bias=true",
     "mlp": "mamba:mlp=swiglu:d_ff=13,mamba,mamba:mlp=swiglu",
     "shared_mlp": "mamba:mlp=swiglu:d_ff=24:share=a*2",
 }

@@ -23,7 +23,7 @@ def lively(config, seed=0):
     for spec in wt.models.language_model.parameters(config):
         weights[spec.name] = rng.uniform(-0.3, 0.3, spec.shape)
         if spec.name.endswith("A_log"):
-            weights[spec.name] = np.log(np.arange(1, spec.shape[1] + 1)) + rng.uniform(
+            weights[spec.name] = np.log(np.arange(1, spec.shape[-1] + 1)) + rng.uniform(
                 -0.3, 0.3, spec.shape
             )
         if spec.name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
@@ -54,6 +54,7 @@ def assert_matches_oracle(model, weights, tokens, targets, limit=1e-4):
 
 
 SMALL = dict(vocab_size=37, d_model=20, n_layer=2, d_state=5, dt_rank=3)
+SMALL2 = dict(vocab_size=37, d_model=20, n_layer=2, layers="mamba2", d_state=5, head_dim=10)
 CONFIGS = {
     "default": MambaConfig(vocab_size=64, d_model=32, n_layer=2),
     "odd": MambaConfig(**SMALL),
@@ -64,6 +65,10 @@ CONFIGS = {
     ),
     "no_conv_bias": MambaConfig(**SMALL, use_conv_bias=False, d_conv=2),
     "zoh": MambaConfig(**SMALL, discretization="zoh"),
+    "mamba2": MambaConfig(vocab_size=64, d_model=32, n_layer=2, layers="mamba2", head_dim=16),
+    "mamba2_groups": MambaConfig(**SMALL2, n_groups=2, use_bias=True, use_conv_bias=False),
+    "mamba2_whole_norm": MambaConfig(**SMALL2, n_groups=2, norm_per_group=False),
+    "mamba2_limited": MambaConfig(**{**SMALL2, "head_dim": 1}, d_conv=1, time_step_limit=(0.5, 1)),
     "memory_engine": MambaConfig.memory_engine(vocab_size=37, d_model=24, n_layer=2),
 }
 
@@ -99,10 +104,18 @@ def test_any_sequence_length(device, seqlen):
 
 
 @pytest.mark.gpu
-def test_hugging_face_values(device):
+@pytest.mark.parametrize(
+    "name, options",
+    # the values of Mamba-2 were computed with the gated norm over all channels, as older releases
+    # do; for norm_per_group there is test_transformers.py
+    [("hf_tiny", {}), ("hf_mamba2_tiny", {"norm_per_group": False})],
+    ids=["mamba", "mamba2"],
+)
+def test_hugging_face_values(device, name, options):
     """Loss, logits and gradients that transformers computed in float64."""
-    values = np.load(DATA / "hf_tiny.npz")
-    config = MambaConfig.from_hugging_face(json.loads((DATA / "hf_tiny.json").read_text()))
+    values = np.load(DATA / f"{name}.npz")
+    config = MambaConfig.from_hugging_face(json.loads((DATA / f"{name}.json").read_text()))
+    config = replace(config, **options)
     model = wt.Model(config, device)
     model.load_state_dict({k[2:]: values[k] for k in values.files if k.startswith("w:")})
     tokens, targets = values["input_ids"], np.full(values["labels"].shape, -100)
@@ -123,8 +136,9 @@ def test_every_tuning_table_gives_the_same_gradients(device, kind):
 
 
 @pytest.mark.gpu
-def test_activation_checkpointing_gives_the_same_bits(device):
-    config = CONFIGS["zoh"]
+@pytest.mark.parametrize("name", ["zoh", "mamba2_groups"])
+def test_activation_checkpointing_gives_the_same_bits(device, name):
+    config = CONFIGS[name]
     model = wt.Model(config, device)
     model.load_state_dict(lively(config))
     tokens, targets = batch(config, (2, 40))
@@ -136,8 +150,9 @@ def test_activation_checkpointing_gives_the_same_bits(device):
 
 
 @pytest.mark.gpu
-def test_repeated_backward_gives_the_same_bits_whatever_lay_in_memory(device):
-    config = CONFIGS["odd"]
+@pytest.mark.parametrize("name", ["odd", "mamba2_groups"])
+def test_repeated_backward_gives_the_same_bits_whatever_lay_in_memory(device, name):
+    config = CONFIGS[name]
     model = wt.Model(config, device)
     model.load_state_dict(lively(config))
     tokens, targets = batch(config, (2, 33))
@@ -196,7 +211,9 @@ def test_logits_in_row_chunks_equal_the_whole(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["default", "odd", "memory_engine", "state17"])
+@pytest.mark.parametrize(
+    "name", ["default", "odd", "memory_engine", "state17", "mamba2", "mamba2_limited"]
+)
 def test_generation_carries_the_state(device, name):
     """Token by token through the state, after a prompt longer than the prefill's step, the
     likeliest continuation is the one that whole forward passes give."""
@@ -242,7 +259,7 @@ def test_a_token_outside_the_vocabulary_is_an_error_before_any_work(device, bad)
 
 @pytest.mark.gpu
 def test_save_and_load_keep_every_bit(device, tmp_path):
-    for name in ("default", "biases_untied", "memory_engine"):
+    for name in ("default", "biases_untied", "memory_engine", "mamba2", "mamba2_limited"):
         model = wt.Model(CONFIGS[name], device)
         model.load_state_dict(lively(CONFIGS[name]))
         model.save_pretrained(tmp_path / name)
@@ -283,6 +300,26 @@ def test_initialisation(device):
     for name, array in state.items():
         np.testing.assert_array_equal(again[name], array)
     assert not np.array_equal(other[mixer + "in_proj.weight"], state[mixer + "in_proj.weight"])
+
+
+@pytest.mark.gpu
+def test_initialisation_of_mamba2(device):
+    config = MambaConfig(vocab_size=256, d_model=64, n_layer=2, layers="mamba2", head_dim=2)
+    model = wt.Model(config, device)
+    state = model.state_dict()
+    mixer = "backbone.layers.0.mixer."
+    dt = np.log1p(np.exp(state[mixer + "dt_bias"].astype(np.float64)))
+    assert ((dt >= 0.999e-3) & (dt <= 0.1001)).all()
+    assert 5e-3 < np.median(dt) < 2e-2
+    np.testing.assert_allclose(np.exp(state[mixer + "A_log"]), np.arange(1, 65), rtol=1e-6)
+    assert (state[mixer + "D"] == 1).all()
+    assert (state[mixer + "norm.weight"] == 1).all()
+    loss, _ = model.loss_and_grads(*batch(config, (2, 64)))
+    assert loss == pytest.approx(5.545, rel=0.05)
+    decay = {name for name in state if wt.TrainConfig().decays(name)}
+    assert {name for name in state if mixer in name} & decay == {
+        mixer + name for name in ("in_proj.weight", "conv1d.weight", "out_proj.weight")
+    }
 
 
 @pytest.mark.gpu

@@ -61,7 +61,7 @@ from .errors import ConfigError
 WRITE_THROUGH = {"train": ("*.x_proj.*",), "max_delta": 0.05}
 LORA_TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2")
 LoraBase = Literal["f32", "f16", "int8"]
-NO_DECAY = ("*A_log", "*.D", "*norm*.weight", "*.bias")
+NO_DECAY = ("*A_log", "*.D", "*norm*.weight", "*bias")
 VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers cannot express
 HYBRID = "wgsl_train_hybrid"  # and of those whose layers are not all plain Mamba
 
@@ -77,6 +77,16 @@ LAYER_TYPES: dict[str, tuple[str, ...]] = {
         "use_conv_bias",
         "use_bias",
         "x_proj_bias",
+    ),
+    "mamba2": (
+        "d_state",
+        "d_conv",
+        "expand",
+        "head_dim",
+        "n_groups",
+        "norm_per_group",
+        "use_conv_bias",
+        "use_bias",
     ),
     "attention": (
         "attn_heads",
@@ -181,11 +191,32 @@ class _Checked:
         for f in fields(cls):  # type: ignore[arg-type]
             if f.default is MISSING and f.name not in values:
                 raise ConfigError(f"{cls.__name__} needs {f.name}")
-        return cls(**values)
+        return cls(**_from_json(dict(values)))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON knows them."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload, no-any-return]
+        return _to_json(asdict(self))  # type: ignore[call-overload, no-any-return]
+
+
+_INFINITY = {"__float__": "Infinity"}  # as transformers writes what JSON has no number for
+
+
+def _to_json(value: Any) -> Any:
+    """A value in JSON's types."""
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item) for item in value]
+    return _INFINITY if value == math.inf else value
+
+
+def _from_json(value: Any) -> Any:
+    """The inverse of `_to_json`, up to lists for tuples."""
+    if value == _INFINITY:
+        return math.inf
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    return [_from_json(item) for item in value] if isinstance(value, list) else value
 
 
 _CAST: dict[str, Callable[[Any], Any]] = {
@@ -274,6 +305,8 @@ class MambaConfig(_Checked):
     discretization           "euler", as the official kernels, or "zoh", zero-order hold
     head_dim                 Mamba-2: channels of a head
     n_groups                 Mamba-2: groups of heads, each with a B and a C of its own
+    norm_per_group           Mamba-2: whether the gated norm is over each group's channels, as in
+                             mamba_ssm's Mamba2 and transformers 5, or over all of them
     time_step_limit          Mamba-2: (low, high) that delta is clamped to; high may be infinite
     attn_heads               attention: heads of queries; "auto" is ceil(d_model / attn_head_dim)
     attn_kv_heads            attention: heads of keys and values, a divisor of attn_heads; 0: as many
@@ -316,6 +349,7 @@ class MambaConfig(_Checked):
     discretization: Literal["euler", "zoh"] = _rule("euler", among=("euler", "zoh"))
     head_dim: int = _rule(64, 1, 1 << 16)
     n_groups: int = _rule(1, 1, 1 << 16)
+    norm_per_group: bool = True
     time_step_limit: tuple[float, float] = _rule((0.0, math.inf), 0.0, math.inf)
     attn_heads: int = _rule("auto", 1, 1 << 16)
     attn_kv_heads: int = _rule(0, 0, 1 << 16)
@@ -404,6 +438,15 @@ class MambaConfig(_Checked):
             made.append(Layer(kind, config, owner))
         return tuple(made)
 
+    def _check_heads(self) -> None:
+        """Raises ConfigError where the heads of a Mamba-2 layer do not come out even."""
+        if self.d_inner % self.head_dim:
+            allowed = f"divisors of d_inner (expand * d_model), {self.d_inner}"
+            self._refuse("head_dim", self.head_dim, allowed)
+        if self.n_heads % self.n_groups:
+            allowed = f"divisors of the number of heads (d_inner / head_dim), {self.n_heads}"
+            self._refuse("n_groups", self.n_groups, allowed)
+
     def _read_entry(self, entry: str) -> tuple[str, MambaConfig, str]:
         """Type, configuration and name of what is shared, of an entry such as
         "mamba:d_state=8:share=a"."""
@@ -424,19 +467,30 @@ class MambaConfig(_Checked):
         tag = options.pop("share", "")
         values = {name: _value(text) for name, text in options.items()}
         try:
-            return kind, replace(self, layers=(), **values), tag
+            config = replace(self, layers=(), **values)
+            if kind == "mamba2":
+                config._check_heads()
+            return kind, config, tag
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
 
     @property
-    def plain(self) -> bool:
-        """Whether all layers are Mamba's, with no options of their own, and no MLP."""
-        return set(self.layers) == {"mamba"} and self.mlp == "none"
+    def plain(self) -> str:
+        """The type of all layers, where transformers has a model of nothing else; or ""."""
+        kinds = set(self.layers)
+        if self.mlp != "none" or len(kinds) > 1 or not kinds <= _KEYS.keys():
+            return ""
+        return self.layers[0]
 
     @property
     def d_inner(self) -> int:
         """Channels of the convolution and the scan."""
         return self.expand * self.d_model
+
+    @property
+    def n_heads(self) -> int:
+        """Heads of a Mamba-2 layer."""
+        return self.d_inner // self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -469,51 +523,51 @@ class MambaConfig(_Checked):
         return cls.from_hugging_face(values)
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The contents of config.json, as transformers.MambaForCausalLM reads it.
+        """The contents of config.json, as transformers' MambaForCausalLM or Mamba2ForCausalLM reads it.
 
         What transformers has no key for stands under "wgsl_train". Where that would change the
         logits, model_type and hidden_act are ones that transformers does not know, so that it
         refuses the model rather than computing another one. Hybrids, which it cannot express at
         all, have all fields under this package's names.
         """
-        if not self.plain:
+        kind = self.plain
+        if not kind:
             refused = {"architectures": [], "hidden_act": f"silu in {HYBRID}"}
-            values = self.to_dict()
-            low, high = values["time_step_limit"]
-            values["time_step_limit"] = [low, None if high == math.inf else high]  # JSON has none
-            return {"model_type": HYBRID, **refused, **values}
-        inexpressible = {
-            name: getattr(self, name)
-            for name, plain in _CHANGES_LOGITS.items()
-            if getattr(self, name) != plain
-        }
-        extra: dict[str, Any] = dict(inexpressible)
+            return {"model_type": HYBRID, **refused, **self.to_dict()}
+        refuse = any(getattr(self, n) != plain for n, plain in _CHANGES_LOGITS[kind].items())
         default = MambaConfig(self.vocab_size, self.d_model, self.n_layer)
-        extra |= {
+        extra: dict[str, Any] = {
             name: getattr(self, name)
-            for name in _NO_KEY
+            for name in _without_key(kind)
             if getattr(self, name) != getattr(default, name)
         }
         if self.rescale_prenorm_residual:
             extra["rescale_prenorm_residual"] = True
         if self.pad_vocab_size_multiple != 1:
             extra["vocab_size"] = self.vocab_size
-            extra["pad_vocab_size_multiple"] = self.pad_vocab_size_multiple
-        known = {theirs: getattr(self, ours) for theirs, ours in _HUGGING_FACE.items()}
+        known = {theirs: getattr(self, ours) for theirs, ours in _KEYS[kind].items()}
         config = {
-            "architectures": [] if inexpressible else ["MambaForCausalLM"],
-            "model_type": VARIANT if inexpressible else "mamba",
-            "hidden_act": f"silu in {VARIANT}" if inexpressible else "silu",
+            "architectures": [] if refuse else [_ARCHITECTURES[kind]],
+            "model_type": _VARIANTS[kind] if refuse else kind,
+            "hidden_act": f"silu in {_VARIANTS[kind]}" if refuse else "silu",
             **known,
             # it is about first weights only, but transformers draws out_proj anew where it is set,
             # also for a model that it loads
             "rescale_prenorm_residual": False,
             "vocab_size": self.padded_vocab_size,
-            "intermediate_size": self.d_inner,
+            **self._derived(kind),
         }
+        if config.get("time_step_limit") == default.time_step_limit:
+            del config["time_step_limit"]  # older releases do not read the form of infinity
         if extra:
             config["wgsl_train"] = extra
-        return json.loads(json.dumps(config))  # type: ignore[no-any-return]
+        return _to_json(config)  # type: ignore[no-any-return]
+
+    def _derived(self, kind: str) -> dict[str, int]:
+        """By transformers' keys, sizes that others determine."""
+        return (
+            {"intermediate_size": self.d_inner} if kind == "mamba" else {"num_heads": self.n_heads}
+        )
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
@@ -528,58 +582,54 @@ class MambaConfig(_Checked):
         if kind == "wgsl_train":
             return cls.from_dict({k: v for k, v in config.items() if k != "model_type"})
         if kind == HYBRID:
-            return cls._from_hybrid(config)
-        if kind not in (None, "mamba", VARIANT):
-            raise ConfigError(f"config.json: model_type is {kind!r}; only 'mamba' is known")
+            no_fields = ("model_type", "architectures", "hidden_act")
+            return cls.from_dict({k: v for k, v in config.items() if k not in no_fields})
+        if not (kind is None or isinstance(kind, str)) or (
+            kind and kind not in _KEYS and kind not in _VARIANTS.values()
+        ):
+            known = " and ".join(map(repr, _KEYS))
+            raise ConfigError(f"config.json: model_type is {kind!r}; only {known} are known")
         architectures = config.get("architectures") or []
         if not isinstance(architectures, list):
             raise ConfigError(f"config.json: architectures is {architectures!r}, not a list")
         for name in architectures:
-            if name not in ("MambaForCausalLM", "MambaLMHeadModel"):
+            if name not in (*_ARCHITECTURES.values(), "MambaLMHeadModel"):
+                known = " and ".join(map(repr, _ARCHITECTURES.values()))
                 raise ConfigError(
-                    f"config.json: architectures names {name!r}; only 'MambaForCausalLM' is known"
+                    f"config.json: architectures names {name!r}; only {known} are known"
                 )
         if kind is None and "hidden_size" not in config and "d_model" in config:
             return cls._from_mamba_ssm(config)
         return cls._from_transformers(config)
 
     @classmethod
-    def _from_hybrid(cls, config: Mapping[str, Any]) -> Self:
-        no_fields = ("model_type", "architectures", "hidden_act")
-        values = {k: v for k, v in config.items() if k not in no_fields}
-        limit = values.get("time_step_limit")
-        if isinstance(limit, list) and limit[1:] == [None]:
-            values["time_step_limit"] = (limit[0], math.inf)
-        return cls.from_dict(values)
-
-    @classmethod
     def _from_transformers(cls, config: Mapping[str, Any]) -> Self:
+        variant = config.get("model_type") in _VARIANTS.values()
+        kind = config.get("model_type") or "mamba"
+        if variant:
+            kind = next(k for k, name in _VARIANTS.items() if name == kind)
         # use_bias is among the needed keys because its default differs between releases
         _need(config, ["hidden_size", "num_hidden_layers", "vocab_size", "use_bias"])
         act = config.get("hidden_act", "silu")
-        if act != "silu" and config.get("model_type") != VARIANT:
+        if act != "silu" and not variant:
             raise ConfigError(f"config.json: hidden_act is {act!r}; only 'silu' is known")
         if config.get("rms_norm", True) is not True:
             raise ConfigError(
                 f"config.json: rms_norm is {config['rms_norm']!r}; only true is known"
             )
-        values = {
-            ours: config[theirs] for theirs, ours in _HUGGING_FACE.items() if theirs in config
-        }
+        given = {**_DEFAULTS[kind], **config}
+        values = {ours: given[theirs] for theirs, ours in _KEYS[kind].items() if theirs in given}
         extra = config.get("wgsl_train", {})
         if not isinstance(extra, Mapping):
             raise ConfigError(f"config.json: wgsl_train is {extra!r}, not an object")
-        allowed = [*_CHANGES_LOGITS, *_NO_KEY, "rescale_prenorm_residual"]
-        allowed += ["vocab_size", "pad_vocab_size_multiple"]
+        allowed = [*_without_key(kind), "rescale_prenorm_residual", "vocab_size"]
         check_keys(extra, allowed, "config.json: wgsl_train")
-        made = cls.from_dict(values | dict(extra))
-        for key, ours in (
-            ("intermediate_size", made.d_inner),
-            ("vocab_size", made.padded_vocab_size),
-        ):
-            if config.get(key, ours) != ours:
+        made = cls.from_dict({"layers": (kind,), **values, **extra})
+        derived = made._derived(kind) | {"vocab_size": made.padded_vocab_size}
+        for key, ours in derived.items():
+            if given.get(key, ours) != ours:
                 raise ConfigError(
-                    f"config.json: {key} is {config[key]!r}, but the other keys make it {ours}"
+                    f"config.json: {key} is {given[key]!r}, but the other keys make it {ours}"
                 )
         return made
 
@@ -590,10 +640,18 @@ class MambaConfig(_Checked):
         ssm = config.get("ssm_cfg") or {}
         if not isinstance(ssm, Mapping):
             raise ConfigError(f"config.json: ssm_cfg is {ssm!r}, not an object")
-        check_keys(ssm, [*_SSM_CFG, *_SSM_CFG_ONLY], "config.json: ssm_cfg")
+        kind = _SSM_LAYERS.get(str(ssm.get("layer", "Mamba1")))
+        if kind is None:
+            known = " and ".join(map(repr, _SSM_LAYERS))
+            raise ConfigError(
+                f"config.json: ssm_cfg.layer is {ssm['layer']!r}; only {known} are known"
+            )
+        keys, ignored = _SSM_CFG[kind], ("layer", *_SSM_CFG_IGNORED[kind])
+        fixed = _SSM_CFG_FIXED if kind == "mamba2" else {}
+        check_keys(ssm, [*keys, *ignored, *fixed], "config.json: ssm_cfg")
         for where, key, value, only in (
             ("", "rms_norm", config.get("rms_norm", True), True),
-            ("ssm_cfg.", "layer", ssm.get("layer", "Mamba1"), "Mamba1"),
+            *(("ssm_cfg.", key, ssm.get(key, only), only) for key, only in fixed.items()),
         ):
             if value != only:
                 raise ConfigError(f"config.json: {where}{key} is {value!r}; only {only!r} is known")
@@ -602,22 +660,14 @@ class MambaConfig(_Checked):
         for key in ("residual_in_fp32", "tie_embeddings"):
             if key in config:
                 values[key] = config[key]
-        values |= _mamba_ssm_layers(config)
-        return cls.from_dict(values | {ours: ssm[k] for k, ours in _SSM_CFG.items() if k in ssm})
+        values |= _mamba_ssm_layers(config, kind)
+        if kind == "mamba2":
+            values["d_state"] = _DEFAULTS[kind]["state_size"]
+        return cls.from_dict(values | {ours: ssm[k] for k, ours in keys.items() if k in ssm})
 
 
-# Fields without a counterpart in transformers, and the values with which it computes
-_CHANGES_LOGITS = {
-    "discretization": "euler",
-    "a_log_clamp": None,
-    "x_proj_bias": False,
-    "lm_head_bias": False,
-}
-
-# Fields without a counterpart that have no say in what Mamba-1 computes
-_NO_KEY = ("init", "head_dim", "n_groups", "time_step_limit", *LAYER_TYPES["attention"], "d_ff")
-
-_HUGGING_FACE = {
+# What transformers calls the fields, by the type of the layers
+_COMMON_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layer",
@@ -635,11 +685,50 @@ _HUGGING_FACE = {
     "time_step_min": "time_step_min",
     "time_step_max": "time_step_max",
     "time_step_floor": "time_step_floor",
-    "time_step_scale": "time_step_scale",
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
     "pad_token_id": "pad_token_id",
 }
+_KEYS = {
+    "mamba": {**_COMMON_KEYS, "time_step_scale": "time_step_scale"},
+    "mamba2": {
+        **_COMMON_KEYS,
+        "head_dim": "head_dim",
+        "n_groups": "n_groups",
+        "time_step_limit": "time_step_limit",
+    },
+}
+_ARCHITECTURES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM"}
+_VARIANTS = {"mamba": VARIANT, "mamba2": f"{VARIANT}2"}
+# Its defaults where they are not those of the fields
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mamba": {},
+    "mamba2": {
+        "num_heads": 128,
+        "state_size": 128,
+        "n_groups": 8,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    },
+}
+# Fields that it has no key for, and the values with which it computes
+_CHANGES_LOGITS: dict[str, dict[str, Any]] = {
+    "mamba": {
+        "discretization": "euler",
+        "a_log_clamp": None,
+        "x_proj_bias": False,
+        "lm_head_bias": False,
+    },
+    "mamba2": {"norm_per_group": True, "lm_head_bias": False},
+}
+
+
+def _without_key(kind: str) -> list[str]:
+    """The fields that transformers has no key for, in a model whose layers are of this type."""
+    expressed = {*_KEYS[kind].values(), "layers", "mlp"}
+    return [f.name for f in fields(MambaConfig) if f.name not in expressed]
+
+
 _MAMBA_SSM = [
     "d_model",
     "d_intermediate",
@@ -655,19 +744,31 @@ _MAMBA_SSM = [
     "tie_embeddings",
     "architectures",
 ]
-_SSM_CFG = {
+_SSM_LAYERS = {"Mamba1": "mamba", "Mamba2": "mamba2"}
+_COMMON_SSM_CFG = {
     "d_state": "d_state",
     "d_conv": "d_conv",
     "expand": "expand",
-    "dt_rank": "dt_rank",
     "dt_min": "time_step_min",
     "dt_max": "time_step_max",
-    "dt_scale": "time_step_scale",
     "dt_init_floor": "time_step_floor",
     "conv_bias": "use_conv_bias",
     "bias": "use_bias",
 }
-_SSM_CFG_ONLY = ("layer", "dt_init", "use_fast_path")  # read, or of no effect on a trained model
+_SSM_CFG = {
+    "mamba": {**_COMMON_SSM_CFG, "dt_rank": "dt_rank", "dt_scale": "time_step_scale"},
+    "mamba2": {
+        **_COMMON_SSM_CFG,
+        "headdim": "head_dim",
+        "ngroups": "n_groups",
+        "dt_limit": "time_step_limit",
+    },
+}
+_SSM_CFG_IGNORED = {  # of no effect on a trained model
+    "mamba": ("dt_init", "use_fast_path"),
+    "mamba2": ("A_init_range", "chunk_size", "conv_init", "use_mem_eff_path"),
+}
+_SSM_CFG_FIXED = {"d_ssm": None, "D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False}
 
 
 _ATTN_CFG = {
@@ -687,10 +788,13 @@ _ATTN_CFG_ONLY = {
 }
 
 
-def _mamba_ssm_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Attention layers and MLPs of a configuration in mamba_ssm's form, as fields of ours."""
+def _mamba_ssm_layers(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Layers and MLPs of a configuration in mamba_ssm's form, as fields of ours.
+
+    kind   type of the layers that do not attend
+    """
     made = MambaConfig(**{name: config[name] for name in ("vocab_size", "d_model", "n_layer")})
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"layers": [kind]}
     if width := config.get("d_intermediate", 0):
         if not isinstance(width, int):
             raise ConfigError(f"config.json: d_intermediate is {width!r}, not an integer")
@@ -719,9 +823,7 @@ def _mamba_ssm_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     if "head_dim" not in given:
         heads = replace(made, attn_heads=given["num_heads"]).attn_heads  # checked
         values["attn_head_dim"] = made.d_model // heads
-    return values | {
-        "layers": ["attention" if i in places else "mamba" for i in range(made.n_layer)]
-    }
+    return values | {"layers": ["attention" if i in places else kind for i in range(made.n_layer)]}
 
 
 def _need(config: Mapping[str, Any], keys: Iterable[str]) -> None:

@@ -27,6 +27,7 @@ def dims(batch=2, seqlen=9, n_heads=4, head_dim=5, d_state=6, n_groups=2, chunk=
         "n_groups": n_groups,
         "chunk": chunk,
         "chunks": chunks,
+        "norm_groups": n_groups,
         "planes": 2,
         "splits": 1,
         "d_inner": d_inner,
@@ -254,24 +255,24 @@ def ssd_output(xBC, dt_cum, scores, states, D, dy, out, skip, d_state, head_dim)
     return {"out": rows, "skip": from_chunks(own, c.seqlen) + D}
 
 
-def gated(y, xBC, zxbcdt, skip, eps, n_groups):
+def gated(y, xBC, zxbcdt, skip, eps, norm_groups):
     """y with its skip, z, y silu(z), and by group its inverse root mean square."""
     batch, seqlen, d_inner = y.shape
     x, z = xBC[..., :d_inner], zxbcdt[..., :d_inner]
     y = y + np.repeat(skip, d_inner // skip.shape[-1], -1) * x
     a = y * z * sigmoid(z)
-    grouped = a.reshape(batch, seqlen, n_groups, -1)
+    grouped = a.reshape(batch, seqlen, norm_groups, -1)
     inv = 1 / np.sqrt(np.mean(grouped**2, -1) + eps)
-    return y, z, a, np.repeat(inv, d_inner // n_groups, -1)
+    return y, z, a, np.repeat(inv, d_inner // norm_groups, -1)
 
 
 @oracle(
     case(**dims(), eps=1e-2),
     case(**PACKED, eps=1e-5),
-    case(**dims(n_heads=3, n_groups=3, head_dim=130), eps=1e-5),
+    case(**dims(n_heads=3, norm_groups=3, head_dim=130), eps=1e-5),
 )
-def ssd_norm_forward(y, xBC, zxbcdt, skip, weight, eps, n_groups):
-    _, _, a, inv = gated(y, xBC, zxbcdt, skip, eps, n_groups)
+def ssd_norm_forward(y, xBC, zxbcdt, skip, weight, eps, norm_groups):
+    _, _, a, inv = gated(y, xBC, zxbcdt, skip, eps, norm_groups)
     return {"out": weight * a * inv}
 
 
@@ -279,7 +280,7 @@ def ssd_norm_forward(y, xBC, zxbcdt, skip, weight, eps, n_groups):
     case(**dims(), eps=1e-2, rows_per_group=16, parts=2, stride=64),
     case(**PACKED, eps=1e-5, rows_per_group=64, parts=2, stride=64),
     case(
-        **dims(n_heads=24, n_groups=24, head_dim=12, d_state=2),
+        **dims(n_heads=24, norm_groups=24, head_dim=12, d_state=2),
         eps=1e-5,
         rows_per_group=16,
         parts=2,
@@ -288,12 +289,12 @@ def ssd_norm_forward(y, xBC, zxbcdt, skip, weight, eps, n_groups):
     case(**PACKED, eps=1e-5, rows_per_group=16, leave_out=("weight_partials",)),
 )
 def ssd_norm_backward(
-    y, xBC, zxbcdt, skip, weight, dout, dzxbcdt, weight_partials, eps, n_groups, rows_per_group
+    y, xBC, zxbcdt, skip, weight, dout, dzxbcdt, weight_partials, eps, norm_groups, rows_per_group
 ):
     batch, seqlen, d_inner = y.shape
-    y, z, a, inv = gated(y, xBC, zxbcdt, skip, eps, n_groups)
-    products = (weight * dout * a).reshape(batch, seqlen, n_groups, -1)
-    mean = np.repeat(products.mean(-1), d_inner // n_groups, -1)
+    y, z, a, inv = gated(y, xBC, zxbcdt, skip, eps, norm_groups)
+    products = (weight * dout * a).reshape(batch, seqlen, norm_groups, -1)
+    mean = np.repeat(products.mean(-1), d_inner // norm_groups, -1)
     da = inv * (weight * dout - a * inv**2 * mean)
     s = sigmoid(z)
     left = np.full(dzxbcdt.shape, np.nan)

@@ -18,9 +18,10 @@ Array = np.ndarray[Any, Any]
 def initialize(config: MambaConfig, seed: int) -> Iterator[tuple[str, Array]]:
     """(name, float32 array) of every parameter.
 
-    "official" is Hugging Face's `MambaForCausalLM` (mamba_ssm's, but for the convolution's bias,
-    which is zero); "memory_engine" is the browser engine's. Each parameter draws from a generator
-    of its own, seeded by `seed` and its name, so that adding one changes no other.
+    "official" is Hugging Face's `MambaForCausalLM` and `Mamba2ForCausalLM` (mamba_ssm's, but for
+    the convolution's bias, which is zero, and Mamba-2's A_log); "memory_engine" is the browser
+    engine's. Each parameter draws from a generator of its own, seeded by `seed` and its name, so
+    that adding one changes no other.
     """
     draw = _memory_engine if config.init == "memory_engine" else _official
     for spec in parameters(config):
@@ -30,7 +31,7 @@ def initialize(config: MambaConfig, seed: int) -> Iterator[tuple[str, Array]]:
 
 def _common(name: str, shape: tuple[int, ...]) -> Array | None:
     if name.endswith(".A_log"):
-        return np.broadcast_to(np.log(np.arange(1, shape[1] + 1)), shape)
+        return np.broadcast_to(np.log(np.arange(1, shape[-1] + 1)), shape)
     if name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
         return np.ones(shape)
     return None
@@ -42,7 +43,7 @@ def _official(
     c = config
     if (fixed := _common(name, shape)) is not None:
         return fixed
-    if name.endswith("dt_proj.bias"):
+    if name.endswith(("dt_proj.bias", "dt_bias")):
         low, high = math.log(c.time_step_min), math.log(c.time_step_max)
         dt = np.maximum(np.exp(rng.uniform(low, high, shape)), c.time_step_floor)
         return dt + np.log(-np.expm1(-dt))  # inverse of softplus
@@ -65,7 +66,7 @@ def _memory_engine(
 ) -> Array:
     if (fixed := _common(name, shape)) is not None:
         return fixed
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return np.zeros(shape)
     if name.endswith(("embeddings.weight", "lm_head.weight")):
         return rng.normal(0, config.d_model**-0.5, shape)

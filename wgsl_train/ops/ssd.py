@@ -201,13 +201,13 @@ NORM_FORWARD = Kernel(
         "weight": "d_inner",
     },
     writes={"out": "batch seqlen d_inner"},
-    options={"n_groups": 1, "head_dim": 1, "eps": 1e-5},
+    options={"norm_groups": 1, "head_dim": 1, "eps": 1e-5},
     choose=by_kind({"workgroup": 256, "lanes": 32}, cpu={"workgroup": 64, "lanes": 1}),
     alternatives=lambda target, v: [
         {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (1, 16, 64)
     ],
     grid=lambda v: spread(
-        ceil_div(v["batch"] * v["seqlen"] * v["n_groups"], v["workgroup"] // v["lanes"])
+        ceil_div(v["batch"] * v["seqlen"] * v["norm_groups"], v["workgroup"] // v["lanes"])
     ),
     vec4=lambda v: (
         ("y", "xBC", "zxbcdt", "weight", "out") if _packed(v, "head_dim", "d_proj") else ()
@@ -229,7 +229,7 @@ NORM_BACKWARD = Kernel(
         "dzxbcdt": "batch seqlen d_proj",
         "weight_partials?": "parts stride",
     },
-    options={"n_groups": 1, "head_dim": 1, "eps": 1e-5, "rows_per_group": 16},
+    options={"norm_groups": 1, "head_dim": 1, "eps": 1e-5, "rows_per_group": 16},
     choose=by_kind({"workgroup": 256}, cpu={"workgroup": 64}),
     alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in (64, 128, 192, 256)],
     grid=lambda v: spread(ceil_div(v["batch"] * v["seqlen"], v["rows_per_group"])),
@@ -343,7 +343,8 @@ def ssd(
     norm_weight: Tensor,
     *,
     n_groups: int,
-    eps: float = 1e-5,
+    norm_groups: int,
+    eps: float,
     time_step_limit: tuple[float, float] = (0.0, math.inf),
     documents: Tensor | None = None,
     state: Tensor | None = None,
@@ -353,8 +354,8 @@ def ssd(
     """Scan each head through its state, add the skip, gate and normalise the result.
 
     h[t] = exp(delta A) h[t-1] + delta B xᵀ,  y = C h + D x,  a = y silu(z),  result = weight a /
-    sqrt(mean(a²) + eps), the mean over a group's columns, where A = -exp(A_log) and delta =
-    clamp(softplus(dt + dt_bias), time_step_limit).
+    sqrt(mean(a²) + eps), where A = -exp(A_log) and delta = clamp(softplus(dt + dt_bias),
+    time_step_limit). The mean is over each of norm_groups equal ranges of columns.
 
     zxbcdt (batch, seqlen, d_proj) f32 holds [z | what the convolution reads | dt], of d_inner, d_xBC
     and n_heads columns; xBC (batch, seqlen, d_inner + 2 n_groups d_state) holds [x | B | C]; dt_bias,
@@ -378,13 +379,14 @@ def ssd(
     if (
         d_inner % n_heads
         or n_heads % n_groups
+        or d_inner % norm_groups
         or d_xBC != d_inner + 2 * n_groups * d_state
         or d_proj != d_inner + d_xBC + n_heads
     ):
         raise ShapeError(
             f"ssd: zxbcdt {zxbcdt.shape} and xBC {xBC.shape} do not fit d_inner = {d_inner}, "
-            f"n_heads = {n_heads}, n_groups = {n_groups}: d_inner must be a multiple of n_heads, "
-            "that of n_groups; xBC has d_inner + 2 n_groups d_state columns, zxbcdt d_inner + "
+            f"n_heads = {n_heads}, n_groups = {n_groups}, norm_groups = {norm_groups}: d_inner must "
+            "be a multiple of n_heads and norm_groups, n_heads of n_groups; xBC has d_inner + 2 n_groups d_state columns, zxbcdt d_inner + "
             "n_heads more"
         )
     if not 1 <= d_state <= MAX_STATE:
@@ -398,7 +400,7 @@ def ssd(
         raise ShapeError(f"ssd: chunk is {chunk}, must be a multiple of 4, at most {MAX_CHUNK:,}")
     chunks, head_dim = ceil_div(seqlen, chunk), d_inner // n_heads
     sizes = {"d_state": d_state, "head_dim": head_dim}
-    norm = {"n_groups": n_groups, "head_dim": head_dim, "eps": eps}
+    norm = {"norm_groups": norm_groups, "head_dim": head_dim, "eps": eps}
     score_shape = (batch, chunks, n_groups, chunk, chunk)
     state_shape = (batch, chunks, n_heads, d_state, head_dim)
 
