@@ -28,6 +28,7 @@ STACKS = {
     ":attn_bias=true:mlp=swiglu,mamba:mlp=swiglu:d_ff=9",
     "zamba": "mamba,attention:mlp=swiglu:share=a,mamba,attention:mlp=swiglu:share=a",
     "mamba2": "mamba,mamba2:n_groups=2:d_state=6:head_dim=5,mamba2:expand=1:use_bias=true",
+    "three_types": "mamba,mamba2:mlp=swiglu,attention:attn_rotary_dim=6",
     "mlp": "mamba:mlp=swiglu:d_ff=13,mamba,mamba:mlp=swiglu",
     "shared_mlp": "mamba:mlp=swiglu:d_ff=24:share=a*2",
 }
@@ -296,7 +297,7 @@ def test_repeated_backward_gives_the_same_bits_whatever_lay_in_memory(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["jamba", "zamba"])
+@pytest.mark.parametrize("name", ["jamba", "zamba", "three_types"])
 def test_generation_carries_the_state(device, name):
     """Past a prompt longer than the prefill's step, and past the room that the cache first has."""
     c = config(STACKS[name])
@@ -330,7 +331,7 @@ def test_state_space_layers_need_no_more_room(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["jamba", "zamba"])
+@pytest.mark.parametrize("name", ["jamba", "zamba", "three_types"])
 def test_one_batch_is_learnt(device, name):
     c = config(STACKS[name])
     trainer = wt.Trainer(wt.Model(c, device), wt.TrainConfig(steps=60, lr=1e-2))
