@@ -1,15 +1,20 @@
 """Runs one kernel on the GPU beside its oracle. Used by the tests and by the shader tools."""
 
+import ast
 import inspect
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from tests import oracle
 from wgsl_train import ops
+from wgsl_train.config import check_keys
 from wgsl_train.encoder import Buffers, Encoder
+from wgsl_train.errors import ConfigError
 from wgsl_train.kernel import ALIGN, ITEMSIZE, KERNELS, PORTABLE, DType, Kernel, Target, Tensor
 from wgsl_train.plan import Dispatch, Layout, Plan
 
@@ -70,6 +75,50 @@ def variants(name: str, kinds: Sequence[str] = KINDS) -> list[Variant]:
                 seen.append(values)
                 found.append(variant)
     return found
+
+
+def settings(words: Iterable[str]) -> dict[str, Any]:
+    """Values by name, of words such as "rows=37". Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r}: sizes and options are given as NAME=VALUE")
+        try:
+            values[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[name] = text
+    return values
+
+
+def variant_of(
+    name: str, given: Mapping[str, Any], kind: str, leave_out: Sequence[str] | None = None
+) -> Variant:
+    """A kernel at some dims and options; what is not given is that of its first case.
+
+    leave_out   optional bindings that are not bound; None: those of the first case
+
+    Where the oracle's module has a function `dims`, it fills in the sizes that follow from others.
+    Raises ConfigError at a name that is none.
+    """
+    check_keys([name], KERNELS, "wgsl_train/ops")
+    kernel, reference = KERNELS[name], oracle.ORACLES[name]
+    first = reference.cases[0]
+    dims = [d.lstrip("*") for shape, _, _ in kernel.bindings.values() for d in shape.split()]
+    check_keys(given, dict.fromkeys([*dims, *kernel.options, *first.values]), name)
+    optional = [binding for binding, (_, _, may) in kernel.bindings.items() if may]
+    check_keys(leave_out or (), optional, f"{name}, among the bindings that may be left out,")
+    values = {**first.values, **given}
+    if fill := getattr(sys.modules[reference.compute.__module__], "dims", None):
+        basic = inspect.signature(fill).parameters
+        values |= {**fill(**{k: values[k] for k in basic if k in values}), **given}
+    left_out = first.leave_out if leave_out is None else tuple(leave_out)
+    for binding, (shape, _, _) in kernel.bindings.items():
+        for dim in [] if binding in left_out else shape.replace("*", "").split():
+            if not isinstance(values.get(dim), int) or values[dim] < 1:
+                found = f"{dim} is {values[dim]!r}" if dim in values else f"{dim} is not given"
+                raise ConfigError(f"{name}: {binding} is ({shape}), and {found}")
+    return Variant(kernel, oracle.Case(values, left_out), kind)
 
 
 def planned(variant: Variant, target: Target = PORTABLE) -> Dispatch:
@@ -208,7 +257,7 @@ def compare(
         if not ok.all():
             at = tuple(int(i) for i in np.argwhere(~ok)[0])
             found.faults.append(
-                f"{binding}{list(at)} is {actual[at]}, expected {want[at]:.9g}; "
+                f"{binding}{list(at)} is {actual[at]!s}, expected {want[at]:.9g}; "
                 f"{(~ok).sum()} of {ok.size} wrong"
             )
     return found

@@ -5,6 +5,8 @@ Written from the formulas, independently of the kernels' decomposition: a plain 
 
 import numpy as np
 
+from wgsl_train.models.language_model import parameters
+
 
 def softplus(x):
     return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
@@ -342,3 +344,29 @@ def loss_and_grads(config, weights, tokens, targets):
         dh = backward(dh)
     np.add.at(w.grads[embeddings], tokens, dh)
     return loss, w.grads, logits
+
+
+def lively(config, seed=0):
+    """Weights at which every path carries gradient: uniform in +-0.3, A and D as initialised."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for spec in parameters(config):
+        weights[spec.name] = rng.uniform(-0.3, 0.3, spec.shape)
+        if spec.name.endswith("A_log"):
+            weights[spec.name] = np.log(np.arange(1, spec.shape[-1] + 1)) + rng.uniform(
+                -0.3, 0.3, spec.shape
+            )
+        if spec.name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
+            weights[spec.name] = 1 + weights[spec.name]
+    return {k: v.astype(np.float32) for k, v in weights.items()}
+
+
+def batch(config, shape, seed=1, ignored=0):
+    rng = np.random.default_rng(seed)
+    tokens, targets = rng.integers(0, config.vocab_size, (2, *shape))
+    targets.flat[:ignored] = -100
+    return tokens, targets
+
+
+def relative(a, b):
+    return np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 40
 COMMANDS = (
-    "train", "eval", "compare", "generate", "embed", "merge", "plot", "profile", "tune", "devices",
-    "doctor",
+    "train", "eval", "compare", "generate", "embed", "merge", "plot", "profile", "tune", "dev",
+    "devices", "doctor",
 )  # fmt: skip
 SIZES = ("--d-model=8", "--n-layer=1", "--d-state=4", "--batch-size=2", "--seq-len=16")
 

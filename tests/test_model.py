@@ -8,38 +8,12 @@ import numpy as np
 import pytest
 
 import wgsl_train as wt
-from tests.oracle_model import loss_and_grads
+from tests.oracle_model import batch, lively, loss_and_grads, relative
 from wgsl_train.config import MambaConfig
 from wgsl_train.device import with_target
 from wgsl_train.errors import CheckpointError, ConfigError, DataError
 
 DATA = Path(__file__).parent / "data"
-
-
-def lively(config, seed=0):
-    """Weights at which every path carries gradient: uniform in +-0.3, A and D as initialised."""
-    rng = np.random.default_rng(seed)
-    weights = {}
-    for spec in wt.models.language_model.parameters(config):
-        weights[spec.name] = rng.uniform(-0.3, 0.3, spec.shape)
-        if spec.name.endswith("A_log"):
-            weights[spec.name] = np.log(np.arange(1, spec.shape[-1] + 1)) + rng.uniform(
-                -0.3, 0.3, spec.shape
-            )
-        if spec.name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
-            weights[spec.name] = 1 + weights[spec.name]
-    return {k: v.astype(np.float32) for k, v in weights.items()}
-
-
-def batch(config, shape, seed=1, ignored=0):
-    rng = np.random.default_rng(seed)
-    tokens, targets = rng.integers(0, config.vocab_size, (2, *shape))
-    targets.flat[:ignored] = -100
-    return tokens, targets
-
-
-def relative(a, b):
-    return np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
 
 
 def assert_matches_oracle(model, weights, tokens, targets, limit=1e-4):

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -891,6 +892,41 @@ def _tuned_line(row: Tuned) -> str:
     choice = " ".join(f"{k}={v}" for k, v in row.choices.items()) if row.choices else "default"
     times = f"{row.default * 1e6:11.1f}{row.best * 1e6:11.1f}{row.gain:8.1%}"
     return f"{name:32}{times}  {choice}; {dims}"
+
+
+@app.command()
+def dev(
+    kernels: Annotated[list[str], typer.Argument(help="Names, or patterns such as 'scan_*'.")],
+    once: Annotated[bool, typer.Option("--once", help="Check once, and end.")] = False,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Of the step to time.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Of the step to time.")] = None,
+    d_model: Annotated[int | None, typer.Option(min=1, help="Of the step to time.")] = None,
+    at: Annotated[
+        str, typer.Option(help="Sizes to time at instead, such as 'rows=4096 d_model=512'.")
+    ] = "",
+    device: DeviceOption = None,
+) -> None:
+    """Check kernels against their oracles, and time them, each time that their files are saved.
+
+    Needs a checkout of the project, where the oracles are, and the extra "loop". Ctrl-C ends it;
+    with --once, the exit status is 1 where a kernel is not right.
+    """
+    tool = Path(__file__).parent.parent / "tools" / "shader_loop.py"
+    if not tool.exists():
+        raise ConfigError(
+            "the oracles of the kernels are not installed: clone the project, run "
+            "`pip install -e '.[loop]'` in it, and use that"
+        )
+    given = {"batch-size": batch_size, "seq-len": seq_len, "d-model": d_model, "device": device}
+    given |= {"at": at or None}
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    command = [sys.executable, str(tool), *kernels, *options, *["--once"] * once]
+    process = subprocess.Popen(command)
+    try:
+        raise SystemExit(process.wait())
+    finally:  # by a signal too
+        process.terminate()
+        process.wait()
 
 
 @app.command()

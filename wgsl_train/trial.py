@@ -59,9 +59,9 @@ class Trial:
         self.encoder.run("forward")
         return {n: self.encoder.read(t) for n, t in self.dispatch.bound("writes", "adds")}
 
-    def seconds(self) -> float:
-        """GPU time, the median of three runs. Needs timestamp queries."""
-        (timing,) = self.encoder.time("forward", repeats=3)
+    def seconds(self, repeats: int = 3) -> float:
+        """GPU time, the median of some runs. Needs timestamp queries."""
+        (timing,) = self.encoder.time("forward", repeats=repeats)
         return timing.seconds
 
 

@@ -1,0 +1,186 @@
+"""The shader loop on a copy of the project: what it prints as files are saved."""
+
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from wgsl_train import cli
+from wgsl_train.errors import ConfigError
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parent.parent
+KERNEL = "swiglu_forward"  # an elementwise one
+LINE = "    out[i] = x[up] * gate * sigmoid(gate);"  # of its template
+OK = (
+    rf"{KERNEL}  OK  \d cases, greatest relative error [\d.]+e-\d\d; took [\d.]+ s\n +in a step of "
+)
+SPEED = r"[\d.]+ ms, [\d.]+ GB/s \(\d+% of copying\), [\d.]+ GFLOP/s \(\d+% of arithmetic\)"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy whose files may be edited."""
+    folder = tmp_path_factory.mktemp("project")
+    ignored = shutil.ignore_patterns("__pycache__", "data", "peers")
+    for name in ("wgsl_train", "shaders", "tests", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    return folder
+
+
+def command(project, *args):
+    tool = project / "tools" / "shader_loop.py"
+    return {"args": [sys.executable, str(tool), *args], "env": {**os.environ, "PYTHONPATH": ""}}
+
+
+class Session:
+    """A loop that runs, and the blocks that it prints."""
+
+    def __init__(self, project, *args):
+        self.project = project
+        self.process = subprocess.Popen(
+            **command(project, *args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._lines = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        with self.process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+
+    def end(self):
+        self.process.terminate()
+        self.process.wait(timeout=10)
+        self._reader.join(timeout=10)
+
+    def next(self, seconds=60):
+        """The next block: what is printed at once."""
+        block = self._lines.get(timeout=seconds)
+        assert re.match(r"\d\d:\d\d:\d\d ", block), block
+        while True:
+            try:
+                block += self._lines.get(timeout=0.5)
+            except queue.Empty:
+                return block[9:]
+
+    def expect(self, pattern):
+        block = self.next()
+        assert re.match(pattern, block), block
+
+    def quiet(self, seconds):
+        time.sleep(seconds)
+        assert self._lines.empty(), self._lines.get()
+
+    def edit(self, file, old, new):
+        path = self.project / file
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        return path
+
+
+@pytest.fixture
+def session(project):
+    running = Session(project, KERNEL, "--patience=20")
+    yield running
+    running.end()
+
+
+def test_a_kernel_is_broken_found_and_mended(session):
+    shader, declaration = f"shaders/{KERNEL}.wgsl", "wgsl_train/ops/swiglu.py"
+    first = session.next()
+    assert re.match(OK, first), first
+    assert re.search(SPEED, first), first
+    assert "before" not in first
+
+    typo = LINE.replace("sigmoid(gate)", "sigmoid(gat)")  # U1
+    path = session.edit(shader, LINE, typo)
+    fault = session.next()
+    line = 1 + path.read_text().splitlines().index(typo)
+    place = f"shaders/{KERNEL}.wgsl:{line}:{1 + typo.index('gat)')}"
+    assert fault.startswith(f"{KERNEL}  ERROR  {place}: {KERNEL} does not compile: no definition")
+    assert f"shaders/{KERNEL}.wgsl:{line} │ {typo}" in fault
+    os.utime(path)
+    session.quiet(1)  # told before
+
+    session.edit(shader, typo, LINE.replace("gate)", "-gate)"))
+    assert re.match(
+        rf"{KERNEL}  WRONG  rows=7,d_ff=5,two_d_ff=10: out\[0, 0\] is -?[\d.]+, expected -?[\d.]+; "
+        r"35 of 35 wrong; greatest relative error [\d.e+-]+\n$",
+        session.next(),
+    )
+
+    session.edit(shader, LINE.replace("gate)", "-gate)"), LINE)
+    mended = session.next()
+    assert re.match(OK, mended), mended
+    assert re.search(rf"{SPEED}; (as|\d+% (faster|slower) than) before, [\d.]+ ms", mended)
+
+    for _ in range(10):  # U2
+        os.utime(path)
+    session.expect(OK)
+    session.quiet(1)
+
+    session.edit("shaders/include/sigmoid.wgsl", "fn sigmoid", "fn sigmoit")
+    assert re.match(rf"{KERNEL}  ERROR  shaders/{KERNEL}.wgsl:{line}:", session.next())
+    session.edit("shaders/include/sigmoid.wgsl", "fn sigmoit", "fn sigmoid")
+    session.expect(OK)
+
+    session.edit(declaration, '    "swiglu_forward",', '    "swiglu_forward"')
+    number = 1 + (session.project / declaration).read_text().splitlines().index("FORWARD = Kernel(")
+    fault = session.next()
+    assert fault.startswith(f"declarations  ERROR  {declaration}:{number + 1}: SyntaxError"), fault
+    session.edit(declaration, '    "swiglu_forward"', '    "swiglu_forward",')
+    mended = session.next()
+    assert re.match(OK, mended), mended
+    assert "before" in mended
+
+
+@pytest.mark.slow
+def test_nothing_that_a_kernel_does_ends_the_loop(session):
+    shader = f"shaders/{KERNEL}.wgsl"
+    session.expect(OK)
+    session.edit(shader, LINE, f"    for (var k = 0u; k < 2u; k += 0u) {{ {LINE} }}")
+    assert session.next() == f"{KERNEL}  ERROR  no end after 20 s: is there a loop without one?\n"
+    session.edit(shader, f"    for (var k = 0u; k < 2u; k += 0u) {{ {LINE} }}", LINE)
+    session.expect(OK)
+    oracle, line = "tests/oracle/swiglu.py", "def swiglu_forward(x, d_ff):\n"
+    session.edit(oracle, line, f"{line}    __import__('os')._exit(134)\n")  # as a driver's abort
+    assert session.next() == f"{KERNEL}  ERROR  the driver ended the process, exit code 134\n"
+    session.edit(oracle, "    __import__('os')._exit(134)\n", "")
+    session.expect(OK)
+    session.edit(oracle, line, f"{line}    x = y\n")
+    assert re.match(rf"{KERNEL}  ERROR  {oracle}:\d+: NameError: name 'y'", session.next())
+    session.edit(oracle, "    x = y\n", "")
+    session.expect(OK)
+    session.process.send_signal(signal.SIGINT)
+    assert session.process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize(
+    "args, status, told",
+    [
+        (["swiglu_forwrd"], 1, "error: wgsl_train/ops has no 'swiglu_forwrd'; did you mean"),
+        ([KERNEL, "--device=9"], 3, "error: no adapter 9"),
+    ],
+)
+def test_what_makes_no_sense_ends_it(args, status, told):
+    done = subprocess.run(**command(ROOT, *args, "--once"), capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr.startswith(told)
+
+
+def test_without_a_checkout_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "wgsl_train" / "cli.py"))
+    with pytest.raises(ConfigError, match=r"clone the project, run `pip install -e"):
+        cli.dev([KERNEL])
