@@ -28,6 +28,12 @@ UNTIED = replace(CONFIG, tie_embeddings=False)
 ENGINE = MambaConfig.memory_engine(
     vocab_size=23, d_model=8, n_layer=2, d_state=4, d_conv=3, dt_rank=2
 )
+# Layers that share all their weights, and the adapters of these, with others between them
+HYBRID = replace(
+    CONFIG,
+    n_layer=3,
+    layers=("mamba:mlp=swiglu:d_ff=13:share=a", "mamba", "mamba:mlp=swiglu:d_ff=13:share=a"),
+)
 ALL = ("embeddings", "in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "out_proj")
 IN_PROJ = "backbone.layers.1.mixer.in_proj"
 RANK, ALPHA = 3, 6.0
@@ -94,6 +100,8 @@ def test_ranks_are_clamped_and_scaled_by_what_is_in_use():
     assert lora.Lora.of(CONFIG, settings(lora_targets=("A_log",), lora_rank=9)).ranks == {
         f"backbone.layers.{i}.mixer.A_log": 4 for i in range(2)
     }
+    shared = lora.Lora.of(HYBRID, settings(lora_targets=("fc1",)))
+    assert shared.summary(HYBRID) == "2 of 3 layers"
     head = lora.Lora.of(UNTIED, settings(lora_targets=("lm_head",)))
     assert head.summary(UNTIED) == "0 of 2 layers, lm_head"
 
@@ -157,6 +165,7 @@ def test_a_new_adapter_changes_nothing(device):
         (UNTIED, ("embeddings",)),
         (UNTIED, (*ALL, "lm_head")),
         (ENGINE, ALL),
+        (HYBRID, (*ALL, "fc1", "fc2")),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, tuple) else value.init,
 )
@@ -197,22 +206,24 @@ def test_tables_in_pieces_have_adapters_in_pieces(device):
 
 def test_the_oracle_s_gradients_are_derivatives(rng):
     """s Bᵀ G and s G Aᵀ, against finite differences of the loss with merged weights."""
-    adapter = lora.Lora.of(CONFIG, settings())
+    adapter = lora.Lora.of(CONFIG, settings(lora_targets=ALL))
     added = {s.name: rng.uniform(-0.3, 0.3, s.shape) for s in adapter.parameters(CONFIG)}
     weights, (tokens, targets) = lively(CONFIG), pair()
 
     def run(added):
         w = {n: a.astype(np.float64) for n, a in weights.items()}
         for name, low in adapter.low_rank().items():
-            w[name] += low.scale * added[low.b] @ added[low.a]
+            product = low.scale * added[low.b] @ added[low.a]
+            w[name] += product.reshape(w[name].shape)
         return loss_and_grads(CONFIG, w, tokens, targets)
 
     _, grads, _ = run(added)
     slope = 0.0
     direction = {name: rng.normal(size=array.shape) for name, array in added.items()}
     for name, low in adapter.low_rank().items():
-        slope += (low.scale * added[low.b].T @ grads[name] * direction[low.a]).sum()
-        slope += (low.scale * grads[name] @ added[low.a].T * direction[low.b]).sum()
+        grad = grads[name].reshape(len(grads[name]), -1)
+        slope += (low.scale * added[low.b].T @ grad * direction[low.a]).sum()
+        slope += (low.scale * grad @ added[low.a].T * direction[low.b]).sum()
     ends = [run({n: a + e * direction[n] for n, a in added.items()})[0] for e in (1e-6, -1e-6)]
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import wgsl_train as wt
-from tests.test_lora import ALL, CONFIG, UNTIED, base, oracle_grads, settings, trainer_of
+from tests.test_lora import ALL, CONFIG, HYBRID, UNTIED, base, oracle_grads, settings, trainer_of
 from tests.test_model import lively, relative
 from tests.test_train import assert_same, pair
 from wgsl_train import checkpoint
@@ -19,7 +19,7 @@ from wgsl_train.models.language_model import parameters
 from wgsl_train.plan import Layout, ParamSpec
 from wgsl_train.quantize import dequantize, quantize
 
-MATRICES = ("embeddings", "in_proj", "x_proj", "dt_proj", "out_proj", "lm_head")
+MATRICES = ("embeddings", "in_proj", "x_proj", "dt_proj", "out_proj", "lm_head", "fc1", "fc2")
 
 
 def is_stored(name):
@@ -131,7 +131,7 @@ def test_memory_shows_what_is_saved(lora_base, share):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lora_base", ["f16", "int8"])
-@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", [CONFIG, UNTIED, HYBRID], ids=["tied", "untied", "hybrid"])
 def test_gradients_are_the_oracle_s_on_the_rounded_weights(device, config, lora_base):
     trainer = trainer_of(device, config=config, lora_targets=ALL, lora_base=lora_base)
     model, weights, (tokens, targets) = trainer.model, lively(config), pair(ignored=3)
@@ -148,6 +148,17 @@ def test_gradients_are_the_oracle_s_on_the_rounded_weights(device, config, lora_
     assert max(worst.values()) <= 1e-4, worst
     exact = trainer_of(device, config=config, lora_targets=ALL).model.logits(tokens)
     assert 1e-4 < relative(logits, exact) < 0.1  # it is rounded, and not by much
+
+
+@pytest.mark.gpu
+def test_generation_is_that_of_whole_forward_passes(device):
+    """Token by token, through the state, with every adapter and a base in fewer bits."""
+    model = trainer_of(device, lora_targets=ALL, lora_base="int8").model
+    ids = list(np.random.default_rng(3).integers(0, CONFIG.vocab_size, 5))
+    for token in model.generate(ids, 4, temperature=0):
+        logits = model.logits(np.array([ids]))[0, -1]
+        assert logits[token] >= logits.max() - 1e-4 * np.abs(logits).max()
+        ids.append(token)
 
 
 @pytest.mark.gpu
