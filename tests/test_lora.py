@@ -28,11 +28,10 @@ UNTIED = replace(CONFIG, tie_embeddings=False)
 ENGINE = MambaConfig.memory_engine(
     vocab_size=23, d_model=8, n_layer=2, d_state=4, d_conv=3, dt_rank=2
 )
-# Layers that share all their weights, and the adapters of these, with others between them
+# All types of layers; two share all their weights, and the adapters of these
+SHARED = "mamba:mlp=swiglu:d_ff=13:share=a"
 HYBRID = replace(
-    CONFIG,
-    n_layer=3,
-    layers=("mamba:mlp=swiglu:d_ff=13:share=a", "mamba", "mamba:mlp=swiglu:d_ff=13:share=a"),
+    CONFIG, n_layer=4, layers=(SHARED, "mamba2:head_dim=4", SHARED, "attention:attn_heads=2")
 )
 ALL = ("embeddings", "in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "out_proj")
 IN_PROJ = "backbone.layers.1.mixer.in_proj"
@@ -101,7 +100,7 @@ def test_ranks_are_clamped_and_scaled_by_what_is_in_use():
         f"backbone.layers.{i}.mixer.A_log": 4 for i in range(2)
     }
     shared = lora.Lora.of(HYBRID, settings(lora_targets=("fc1",)))
-    assert shared.summary(HYBRID) == "2 of 3 layers"
+    assert shared.summary(HYBRID) == "2 of 4 layers"
     head = lora.Lora.of(UNTIED, settings(lora_targets=("lm_head",)))
     assert head.summary(UNTIED) == "0 of 2 layers, lm_head"
 
