@@ -1,6 +1,8 @@
 // dpre[t,c] = du[t,c] * s (1 + pre (1 - s)), s = sigmoid(pre), pre as in the forward pass, recomputed
 // dx[t,x_start+c] = sum_k weight[c,k] dpre[t+(d_conv-1)-k, c]
 // weight_partials[p,c,k] = sum over the timesteps t of run p of dpre[t,c] x[t-(d_conv-1)+k, x_start+c];  bias_partials[p,c] = sum dpre[t,c]
+// Products of timesteps of different documents count as 0.
+$$ set apart = "documents" in bound
 $$ set packed = "x" in vec4
 $$ set width = 4 if packed else 1
 $$ set columns = d_inner // width
@@ -23,30 +25,48 @@ $$ endfor
 $$ for k in range(halo)
     var a{{ k }} = before(own.sequence, i32(own.start) - {{ halo - k }}, own.c);
     var d{{ k }} = pack(0.0);
+$$ if apart
+    var of{{ k }} = document_at(own.sequence, i32(own.start) - {{ halo - k }});
+$$ endif
 $$ endfor
     // dx of a timestep needs dpre of the {{ halo }} after it: the walk goes on past the run's end.
     for (var t = own.start; t < own.stop + {{ halo }}u; t += {{ unroll }}u) {
 $$ for j in range(unroll)
         let a{{ halo + j }} = x[x_at(own.sequence, t + {{ j }}u, own.c)];
         let g{{ j }} = du[u_at(own.sequence, t + {{ j }}u, own.c)];
+$$ if apart
+        let of{{ halo + j }} = document_at(own.sequence, i32(t) + {{ j }});
+$$ endif
 $$ endfor
 $$ for j in range(unroll)
-        let pre{{ j }} = shift{$ for k in range(d_conv) $} + w{{ k }} * a{{ j + k }}{$ endfor $};
+$$ if apart
+$$ for k in range(d_conv)
+        let seen{{ j }}_{{ k }} = seen(a{{ j + k }}, of{{ j + k }}, of{{ halo + j }});
+$$ endfor
+$$ endif
+        let pre{{ j }} = shift{$ for k in range(d_conv) $} + w{{ k }} * {{ "seen" ~ j ~ "_" ~ k if apart else "a" ~ (j + k) }}{$ endfor $};
         let s{{ j }} = sigmoid(pre{{ j }});
         let d{{ halo + j }} = select(pack(0.0), g{{ j }} * s{{ j }} * (1.0 + pre{{ j }} * (1.0 - s{{ j }})), t + {{ j }}u < seqlen);
         if (t + {{ j }}u < own.stop) {
 $$ for k in range(d_conv)
-            dw{{ k }} += d{{ halo + j }} * a{{ j + k }};
+            dw{{ k }} += d{{ halo + j }} * {{ "seen" ~ j ~ "_" ~ k if apart else "a" ~ (j + k) }};
 $$ endfor
             dbias += d{{ halo + j }};
         }
         if (t + {{ j }}u >= own.start + {{ halo }}u && t + {{ j }}u < own.stop + {{ halo }}u) {
+$$ if apart
+            dx[x_at(own.sequence, t + {{ j }}u - {{ halo }}u, own.c)] = pack(0.0){$ for k in range(d_conv) $} + w{{ k }} * seen(d{{ halo + j - k }}, of{{ halo + j - k }}, of{{ j }}){$ endfor $};
+$$ else
             dx[x_at(own.sequence, t + {{ j }}u - {{ halo }}u, own.c)] = w0 * d{{ halo + j }}{$ for k in range(1, d_conv) $} + w{{ k }} * d{{ halo + j - k }}{$ endfor $};
+$$ endif
         }
 $$ endfor
 $$ for k in range(halo)
         a{{ k }} = a{{ unroll + k }};
         d{{ k }} = d{{ unroll + k }};
+$$ if apart
+        of{{ k }} = of{{ unroll + k }};
+$$ endif
 $$ endfor
     }
 $$ for i in range(width)

@@ -1,4 +1,4 @@
-// out[b] = m / |m|, m = mean over t of x[b, t]; one workgroup a sequence
+// out[b] = m / |m|, m = mean of x[b, t] over the t that are counted; one workgroup a sequence
 $$ set packed = "x" in vec4
 $$ set columns = d_model // 4 if packed else d_model
 $$ set lanes = workgroup
@@ -14,13 +14,24 @@ fn combine(a: f32, b: f32) -> f32 {
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
     let own = group_index(wid, groups);
     let b = min(own, batch - 1u);  // workgroups past the end repeat the last sequence, and store nothing
+$$ if "counted" in bound
+    var steps = 0.0;
+    for (var t = 0u; t < seqlen; t++) { steps += f32(counted[b * seqlen + t]); }
+    steps = max(steps, 1.0);
+$$ else
+    let steps = f32(seqlen);
+$$ endif
     var squares = pack(0.0);
     for (var c = lane; c < {{ columns }}u; c += {{ workgroup }}u) {
         var sum = pack(0.0);
         for (var t = 0u; t < seqlen; t++) {
+$$ if "counted" in bound
+            if (counted[b * seqlen + t] != 0u) { sum += x[(b * seqlen + t) * {{ columns }}u + c]; }
+$$ else
             sum += x[(b * seqlen + t) * {{ columns }}u + c];
+$$ endif
         }
-        let mean = sum / f32(seqlen);
+        let mean = sum / steps;
         squares += mean * mean;
         if (own < batch) { out[b * {{ columns }}u + c] = mean; }
     }

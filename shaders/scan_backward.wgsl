@@ -19,7 +19,7 @@ fn finish(batch_index: u32, t: u32, channel: u32, slot: u32, sum: f32, D: f32) {
         if (slot == 0u) {
             du_ddt[i] = sum + D * dy[i];
         } else {
-            du_ddt[plane + i] = sum * softplus_slope(delta[i]);
+            du_ddt[plane + i] = sum * softplus_slope({{ "abs(delta[i])" if resets else "delta[i]" }});
         }
     }
 }

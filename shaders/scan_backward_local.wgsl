@@ -1,4 +1,5 @@
-// carry[segment] = e before the segment, from e = 0 after it: e = exp(delta A) (C dy + e), from right to left; delta_sums = sum of delta
+// carry[segment] = e before the segment, from e = 0 after it: e = exp(delta A) (C dy + e), from right to left; delta_sums = sum of delta, or
+// -1 where a document begins in the segment
 $$ set discretization = "euler"
 {$ include "include/scan.wgsl" $}
 
@@ -12,6 +13,9 @@ $$ for q in range(quads)
     var e{{ q }} = vec4f(0.0);
 $$ endfor
     var sum = 0.0;
+$$ if resets
+    var whole = true;
+$$ endif
     let segment = wid.y + 1u; // nothing lies left of the first
     let first = segment * {{ per_segment * chunk }}u;
     let last = min(first + {{ per_segment * chunk }}u, {{ ceil_div(seqlen, chunk) * chunk }}u);
@@ -21,11 +25,20 @@ $$ for i in range(span)
         let row{{ i }} = row_at(wid.z, t{{ i }});
         let delta{{ i }} = delta_at(row{{ i }}, t{{ i }}, channel);
         let dy{{ i }} = dy_at(row{{ i }}, t{{ i }}, channel);
+$$ if resets
+        let goes_on{{ i }} = goes_on(row{{ i }}, t{{ i }}, channel);
+$$ endif
 $$ endfor
 $$ for i in range(span)
         sum += delta{{ i }};
+$$ if resets
+        whole = whole && goes_on{{ i }};
+$$ endif
 $$ for q in range(quads)
         e{{ q }} = exp2(delta{{ i }} * rate{{ q }}) * (C_at(row{{ i }}, group + {{ q }}u) * dy{{ i }} + e{{ q }});
+$$ if resets
+        e{{ q }} = select(vec4f(0.0), e{{ q }}, goes_on{{ i }});
+$$ endif
 $$ endfor
 $$ endfor
     }
@@ -33,6 +46,6 @@ $$ endfor
 $$ for q in range(quads)
         carry[((wid.z * segments + segment) * groups + group + {{ q }}u) * d_inner + channel] = e{{ q }};
 $$ endfor
-        if (group == 0u) { delta_sums[(wid.z * segments + segment) * d_inner + channel] = sum; }
+        if (group == 0u) { delta_sums[(wid.z * segments + segment) * d_inner + channel] = {{ "select(-1.0, sum, whole)" if resets else "sum" }}; }
     }
 }

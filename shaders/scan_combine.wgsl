@@ -1,4 +1,5 @@
-// states[first of segment] = what reaches it: carry = exp(A delta_sums) carry + states (what the segment adds), in order of time or in reverse
+// states[first of segment] = what reaches it: carry = exp(A delta_sums) carry + states (what the segment adds), in order of time or in reverse;
+// where a document begins in the segment, delta_sums is negative and nothing is carried past
 $$ set count = batch * groups * d_inner
 
 fn element(i: u32) {
@@ -14,7 +15,12 @@ fn element(i: u32) {
         states[at] = carry;
         // The last one's own contribution is never made, and reaches nothing.
         if (k + 1u < segments) {
-            carry = exp2(rate * delta_sums[(sequence * segments + segment) * d_inner + channel]) * carry + own;
+            let sum = delta_sums[(sequence * segments + segment) * d_inner + channel];
+$$ if resets
+            carry = select(vec4f(0.0), exp2(rate * max(sum, 0.0)) * carry, sum >= 0.0) + own;
+$$ else
+            carry = exp2(rate * sum) * carry + own;
+$$ endif
         }
     }
 }

@@ -49,6 +49,9 @@ $$ endif
 $$ for i in range(span)
     var next_u{{ i }} = u_at(row_at(wid.z, first * {{ chunk }}u + {{ i }}u), first * {{ chunk }}u + {{ i }}u, channel);
     var next_delta{{ i }} = delta_at(row_at(wid.z, first * {{ chunk }}u + {{ i }}u), first * {{ chunk }}u + {{ i }}u, channel);
+$$ if resets
+    var next_goes_on{{ i }} = goes_on(row_at(wid.z, first * {{ chunk }}u + {{ i }}u), first * {{ chunk }}u + {{ i }}u, channel);
+$$ endif
 $$ endfor
     for (var k = first; k < last; k++) {
 $$ if "chunk_states" in bound
@@ -62,11 +65,17 @@ $$ endif
 $$ for i in range(span)
             let u{{ i }} = next_u{{ i }};
             let delta{{ i }} = next_delta{{ i }};
+$$ if resets
+            let goes_on{{ i }} = next_goes_on{{ i }};
+$$ endif
 $$ endfor
             let next_t = min(t + {{ span }}u, {{ last_span }}u);
 $$ for i in range(span)
             next_u{{ i }} = u_at(row_at(wid.z, next_t + {{ i }}u), next_t + {{ i }}u, channel);
             next_delta{{ i }} = delta_at(row_at(wid.z, next_t + {{ i }}u), next_t + {{ i }}u, channel);
+$$ if resets
+            next_goes_on{{ i }} = goes_on(row_at(wid.z, next_t + {{ i }}u), next_t + {{ i }}u, channel);
+$$ endif
 $$ endfor
 $$ for j in range(turns)
             let step{{ j }} = {{ "lane / " ~ channels ~ "u + " if lane_groups > 1 else "" }}{{ j * lane_groups }}u;
@@ -80,6 +89,9 @@ $$ if subgroup
             let bc{{ i }} = BC_at(row{{ i }}, slot);
 $$ endif
 $$ for q in range(quads)
+$$ if resets
+            h{{ q }} = select(vec4f(0.0), h{{ q }}, goes_on{{ i }});
+$$ endif
             let a{{ i }}_{{ q }} = exp2(delta{{ i }} * rate{{ q }});
             h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * {{ "B" ~ q ~ "_of(bc" ~ i ~ ")" if subgroup else "B_at(row" ~ i ~ ", group + " ~ q ~ "u)" }};
             {{ "y" if q else "var y" }}{{ i }} {{ "+=" if q else "=" }} dot({{ "C" ~ q ~ "_of(bc" ~ i ~ ")" if subgroup else "C_at(row" ~ i ~ ", group + " ~ q ~ "u)" }}, h{{ q }});

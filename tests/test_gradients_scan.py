@@ -12,10 +12,11 @@ def softplus(x):
 class Scan:
     """The op, composed of its kernels' oracles, over several segments."""
 
-    def __init__(self, clamp, state, **sizes):
-        self.clamp, self.state = clamp, state
+    def __init__(self, clamp, state, documents=None, **sizes):
+        self.clamp, self.state, self.documents = clamp, state, documents
         self.values = oracle.dims(**sizes)
         self.values.setdefault("discretization", "euler")
+        self.values["resets"] = documents is not None
 
     def pick(self, *names):
         return {k: self.values[k] for k in names}
@@ -24,12 +25,15 @@ class Scan:
         """All tensors that the forward pass makes."""
         v = self.values
         AD = oracle.scan_prepare(A_log, D, self.clamp)["AD"]
-        common = {"u": u, "delta": softplus(dt), "x_dbl": x_dbl, "AD": AD}
-        cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments")
+        delta = softplus(dt)
+        if self.documents is not None:
+            delta = oracle.scan_reset(self.documents, delta)["delta"]
+        common = {"u": u, "delta": delta, "x_dbl": x_dbl, "AD": AD}
+        cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments", "resets")
         zoh = self.pick("discretization")
         local = oracle.scan_local(**common, **cut, **zoh, chunks=v["chunks"])
         states, sums = local["chunk_states"], local["delta_sums"]
-        starts = oracle.scan_combine(AD, sums, self.state, states, v["per_segment"], False)
+        starts = oracle.scan_combine(AD, sums, self.state, states, v["per_segment"], False, True)
         out = oracle.scan_forward(
             **common,
             xz=xz,
@@ -44,12 +48,14 @@ class Scan:
 
     def backward(self, dg, u, dt, x_dbl, xz, A_log, D):
         saved = self.forward(u, dt, x_dbl, xz, A_log, D)
-        cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments")
+        cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments", "resets")
         common = {k: saved[k] for k in ("u", "delta", "x_dbl", "AD")}
         gate = oracle.scan_backward_gate(xz, saved["y"], dg)
         common["dy"] = gate["dg"]
         local = oracle.scan_backward_local(**{k: common[k] for k in common if k != "u"}, **cut)
-        carry = oracle.scan_combine(saved["AD"], local["delta_sums"], None, local["carry"], 1, True)
+        carry = oracle.scan_combine(
+            saved["AD"], local["delta_sums"], None, local["carry"], 1, True, True
+        )
         main = oracle.scan_backward(
             **common,
             chunk_states=saved["chunk_states"],
@@ -76,12 +82,15 @@ class Scan:
 @pytest.mark.parametrize("discretization", ["euler", "zoh"])
 @pytest.mark.parametrize("clamp", [None, (-0.4, 0.5)], ids=["free", "clamped"])
 @pytest.mark.parametrize("carried", [False, True], ids=["from zero", "from a state"])
-def test_selective_scan(rng, discretization, clamp, carried):
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_selective_scan(rng, discretization, clamp, carried, packed):
     batch, seqlen, d_inner, d_state, dt_rank = 2, 7, 3, 5, 1
     state = rng.uniform(-1, 1, (batch, 2, d_inner, 4)) if carried else None
+    documents = np.array([[0, 0, 0, 1, 1, 2, 2], [1, 2, 2, 2, 3, 3, 3]])
     scan = Scan(
         clamp,
         state,
+        documents if packed else None,
         batch=batch,
         seqlen=seqlen,
         d_inner=d_inner,

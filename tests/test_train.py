@@ -243,7 +243,7 @@ def test_decay_spares_what_must_not_decay(device):  # T10, T11
     """A step with gradients of zero shrinks the projections by lr * weight_decay, nothing else."""
     trainer = make(device, lr=0.1, weight_decay=0.1)
     before = trainer.model.state_dict()
-    step = trainer._encoder(*SHAPE)
+    step = trainer._encoder(SHAPE)
     run = step.encoder.run
 
     def run_without_gradients(*sections, **options):
@@ -376,7 +376,7 @@ def test_a_non_finite_weight_is_named_and_nothing_moves(device, name, bits, tmp_
 
 def with_bad_gradient(trainer, name, bits):
     """Have the next step's gradient hold one bit pattern before the update."""
-    encoder = trainer._encoder(*SHAPE).encoder
+    encoder = trainer._encoder(SHAPE).encoder
     run = encoder.run
 
     def run_planting(*sections, **options):

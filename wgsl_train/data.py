@@ -322,6 +322,29 @@ def target_ids(ids: npt.ArrayLike, vocab_size: int, name: str = "targets") -> Id
     return np.where(ignored, IGNORED, array).astype(np.uint32)
 
 
+def document_ids(
+    documents: npt.ArrayLike | None, attention_mask: npt.ArrayLike | None, shape: tuple[int, ...]
+) -> Ids | None:
+    """Which document each token is of, numbered 0, 1, ... along each row; None where all are one.
+
+    documents        ids of `shape`: where the id changes, another document begins
+    attention_mask   1 for real tokens, 0 for padding, which becomes documents of its own
+
+    Raises DataError where a shape is another one, or the mask holds other numbers.
+    """
+    begins = np.zeros(shape, bool)
+    for name, given in (("documents", documents), ("attention_mask", attention_mask)):
+        if given is None:
+            continue
+        ids = np.atleast_2d(_integers(given, name))
+        if ids.shape != shape:
+            raise DataError(f"{name}: {ids.shape}, but tokens are {shape}")
+        if name == "attention_mask" and not np.isin(ids, (0, 1)).all():
+            raise DataError("attention_mask: allowed are 1, for real tokens, and 0, for padding")
+        begins[:, 1:] |= ids[:, 1:] != ids[:, :-1]
+    return begins.cumsum(1, dtype=np.uint32) if begins.any() else None
+
+
 def _integers(ids: npt.ArrayLike, name: str) -> Array:
     try:
         array = np.asarray(ids)
@@ -329,8 +352,8 @@ def _integers(ids: npt.ArrayLike, name: str) -> Array:
         raise DataError(f"{name}: rows of one length are needed: {error}") from None
     if not array.size:
         return array.astype(np.uint32)
-    if array.dtype.kind not in "iu":
-        raise DataError(f"{name}: holds {array.dtype}; token ids are integers")
+    if array.dtype.kind not in "iub":
+        raise DataError(f"{name}: holds {array.dtype}; only integers are ids")
     return array
 
 
@@ -339,15 +362,18 @@ def _integers(ids: npt.ArrayLike, name: str) -> Array:
 
 @dataclass(frozen=True)
 class Batch:
-    """Equally long pieces of a dataset. Both arrays are (batch, seqlen) u32.
+    """Equally long pieces of a dataset. Arrays are (batch, seqlen) u32.
 
     targets     for each input the id that follows it; IGNORED where there is nothing to predict
     n_targets   how many of the targets count
+    documents   which document each input is of: ids that do not decrease along a row. None: a row
+                is one document
     """
 
     inputs: Ids
     targets: Ids
     n_targets: int
+    documents: Ids | None = None
 
 
 class Dataset:

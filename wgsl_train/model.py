@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from . import checkpoint
 from .config import LoraBase, MambaConfig, TrainConfig
-from .data import IGNORED, target_ids, token_ids
+from .data import IGNORED, document_ids, target_ids, token_ids
 from .device import Device, request_device, with_target
 from .encoder import Buffers, Encoder
 from .errors import CheckpointError, ConfigError, DataError
@@ -43,6 +43,7 @@ class StepPlan:
     plan: Plan
     tokens: Tensor
     targets: Tensor
+    documents: Tensor | None
     batch_scale: Tensor
     loss: Tensor
     row_loss: Tensor
@@ -71,6 +72,40 @@ class _Step:
 
 
 @dataclass(frozen=True)
+class _Forward:
+    """A compiled forward pass: `out` is the logits, in chunks of rows."""
+
+    encoder: Encoder
+    tokens: Tensor
+    documents: Tensor | None
+    out: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Embedder:
+    """A compiled pass to one vector a sequence, the mean of what is counted."""
+
+    encoder: Encoder
+    tokens: Tensor
+    documents: Tensor | None
+    counted: Tensor | None
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Checked tokens (batch, seqlen), which documents they are of, and which are no padding."""
+
+    ids: Array
+    documents: Array | None
+    real: Array | None
+
+    def targets(self, wanted: Array) -> Array:
+        """The targets without those of padding."""
+        return wanted if self.real is None else np.where(self.real, wanted, np.uint32(IGNORED))
+
+
+@dataclass(frozen=True)
 class _Merged:
     """What it takes to undo a merge: the adapter, its weights, the weights it changed, and how
     these were stored."""
@@ -90,22 +125,29 @@ def plan_step(
     *,
     training: bool = True,
     update: bool = False,
+    documents: bool = False,
     activation_checkpointing: bool = False,
 ) -> StepPlan:
     """Plan one step on `batch` sequences of `seqlen` tokens. Touches no GPU.
 
-    training   plan the backward pass too
-    update     plan gradient norm, clip and AdamW too
+    training    plan the backward pass too
+    update      plan gradient norm, clip and AdamW too
+    documents   let rows hold several documents, of which no one sees another
     """
     plan = Plan(layout, target, training=training)
     shape = f"{batch}x{seqlen}"
     tokens = plan.persistent(f"tokens.{shape}", (batch, seqlen), "u32")
     targets = plan.persistent(f"targets.{shape}", (batch, seqlen), "u32")
+    ids = plan.persistent(f"documents.{shape}", (batch, seqlen), "u32") if documents else None
     batch_scale = plan.persistent("batch_scale", (1,))
     loss = plan.persistent("loss", (1,))
     plan.clear_first.append(loss)
     x = language_model.backbone(
-        plan, config, tokens, activation_checkpointing=activation_checkpointing and training
+        plan,
+        config,
+        tokens,
+        documents=ids,
+        activation_checkpointing=activation_checkpointing and training,
     )
     weight, bias = language_model.head(config)
     row_loss, row_rank = language_model_loss(plan, x, targets, batch_scale, loss, weight, bias)
@@ -116,7 +158,7 @@ def plan_step(
     planned = optimizer(plan) if update else None
     plan.prune()
     plan.check_adapters()
-    return StepPlan(plan, tokens, targets, batch_scale, loss, row_loss, row_rank, planned)
+    return StepPlan(plan, tokens, targets, ids, batch_scale, loss, row_loss, row_rank, planned)
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -179,8 +221,8 @@ class Model:
     def _forget(self) -> None:
         """Forget what was compiled."""
         self._steps: dict[tuple[Any, ...], _Step] = {}
-        self._embedders: dict[tuple[int, ...], tuple[Encoder, Tensor, Tensor]] = {}
-        self._forwards: dict[tuple[int, ...], tuple[Encoder, Tensor, list[Tensor]]] = {}
+        self._embedders: dict[tuple[Any, ...], _Embedder] = {}
+        self._forwards: dict[tuple[Any, ...], _Forward] = {}
         self._decoders: dict[tuple[int, int], tuple[Encoder, Tensor, Tensor | None]] = {}
         self._capacity = _CAPACITY
 
@@ -188,10 +230,10 @@ class Model:
     def encoders(self) -> list[Encoder]:
         """All that was compiled so far; what trains comes first."""
         steps = [step.encoder for step in self._steps.values()]
-        others = (*self._embedders.values(), *self._forwards.values(), *self._decoders.values())
-        return sorted(
-            [*steps, *(encoder for encoder, *_ in others)], key=lambda e: not e.plan.training
-        )
+        passes = [p.encoder for p in self._forwards.values()]
+        passes += [p.encoder for p in self._embedders.values()]
+        decoders = [encoder for encoder, *_ in self._decoders.values()]
+        return sorted([*steps, *passes, *decoders], key=lambda e: not e.plan.training)
 
     def __repr__(self) -> str:
         return f"Model({self.config}, {self.n_params:,} parameters on {self.device})"
@@ -436,71 +478,149 @@ class Model:
             raise DataError(f"targets are {array.shape}, tokens are {shape}")
         return array
 
-    def load_batch(self, step: _Step, tokens: Array, targets: Array, count: int) -> None:
+    def rows(
+        self,
+        tokens: npt.ArrayLike,
+        documents: npt.ArrayLike | None,
+        attention_mask: npt.ArrayLike | None,
+    ) -> Rows:
+        """What a caller gives, checked. Raises DataError."""
+        ids = self.check_tokens(tokens)
+        own = document_ids(documents, attention_mask, ids.shape)
+        real = None if attention_mask is None else np.atleast_2d(np.asarray(attention_mask)) == 1
+        return Rows(ids, own, real)
+
+    def load_batch(
+        self,
+        step: _Step,
+        tokens: Array,
+        targets: Array,
+        count: int,
+        documents: Array | None = None,
+    ) -> None:
         """Write a batch whose loss and gradients are divided by `count` targets."""
         buffers, t = self.buffers, step.tensors
         buffers.write(t.tokens, tokens)
         buffers.write(t.targets, targets)
+        if t.documents and documents is not None:
+            buffers.write(t.documents, documents)
         buffers.write(t.batch_scale, np.array([1 / max(1, count)], np.float32))
 
-    def loss(self, tokens: npt.ArrayLike, targets: npt.ArrayLike) -> float:
-        """Mean loss in nats over the targets that count. Targets are given already shifted."""
-        ids = self.check_tokens(tokens)
-        wanted = self.check_targets(targets, ids.shape)
-        step = self.step_encoder(*ids.shape, training=False)
-        self.load_batch(step, ids, wanted, int((wanted != IGNORED).sum()))
-        step.encoder.run("forward")
+    def loss(
+        self,
+        tokens: npt.ArrayLike,
+        targets: npt.ArrayLike,
+        *,
+        documents: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
+    ) -> float:
+        """Mean loss in nats over the targets that count. Arguments as for `loss_and_grads`."""
+        rows = self.rows(tokens, documents, attention_mask)
+        step = self._run(rows, targets, training=False)
         return float(step.encoder.read(step.tensors.loss)[0])
 
-    def scores(self, tokens: npt.ArrayLike, targets: npt.ArrayLike) -> Scores:
-        """Loss and rank of every target. Targets are given already shifted; -100 is ignored."""
-        ids = self.check_tokens(tokens)
-        wanted = self.check_targets(targets, ids.shape)
-        step = self.step_encoder(*ids.shape, training=False)
-        self.load_batch(step, ids, wanted, 1)
-        step.encoder.run("forward")
+    def scores(
+        self,
+        tokens: npt.ArrayLike,
+        targets: npt.ArrayLike,
+        *,
+        documents: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
+    ) -> Scores:
+        """Loss and rank of every target. Arguments as for `loss_and_grads`."""
+        rows = self.rows(tokens, documents, attention_mask)
+        step = self._run(rows, targets, count=1, training=False)
         assert step.tensors.row_rank
-        loss = step.encoder.read(step.tensors.row_loss).reshape(ids.shape)
-        rank = step.encoder.read(step.tensors.row_rank).reshape(ids.shape).astype(np.int32)
+        loss = step.encoder.read(step.tensors.row_loss).reshape(rows.ids.shape)
+        rank = step.encoder.read(step.tensors.row_rank).reshape(rows.ids.shape).astype(np.int32)
         return Scores(loss, rank)
 
-    def embed(self, tokens: npt.ArrayLike) -> Array:
+    def _run(
+        self, rows: Rows, targets: npt.ArrayLike, count: int | None = None, **options: bool
+    ) -> _Step:
+        """Run a step's forward pass, and its backward pass where it trains, on given rows.
+
+        count   what the loss is divided by; by default how many targets count
+        """
+        ids = rows.ids
+        wanted = rows.targets(self.check_targets(targets, ids.shape))
+        count = int((wanted != IGNORED).sum()) if count is None else count
+        step = self.step_encoder(*ids.shape, documents=rows.documents is not None, **options)
+        self.load_batch(step, ids, wanted, count, rows.documents)
+        step.encoder.run("forward", "backward")
+        return step
+
+    def embed(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        documents: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
+    ) -> Array:
         """(batch, d_model) float32: the final norm's output, its mean over time, of length 1.
 
-        tokens   (batch, seqlen) integer ids below vocab_size, all of them of the sequence: padding
-                 would count
+        tokens           (batch, seqlen) integer ids below vocab_size
+        documents        see `loss_and_grads`; the mean is over all of a row's
+        attention_mask   (batch, seqlen), 1 for real tokens, over which the mean is, 0 for padding
         """
-        ids = self.check_tokens(tokens)
-        if ids.shape not in self._embedders:
-            plan = Plan(self.layout, self.device.target, training=False)
-            given = plan.persistent(f"tokens.{ids.shape[0]}x{ids.shape[1]}", ids.shape, "u32")
-            pooled = mean_pool(plan, language_model.backbone(plan, self.config, given))
-            plan.keep.append(pooled)
-            plan.prune()
-            self._embedders[ids.shape] = Encoder(self.buffers, plan), given, pooled
-        encoder, given, pooled = self._embedders[ids.shape]
-        encoder.write(given, ids)
-        encoder.run("forward")
-        return encoder.read(pooled)
+        rows = self.rows(tokens, documents, attention_mask)
+        shape, real = rows.ids.shape, rows.real
+        key = (*shape, rows.documents is not None, real is not None)
+        if key not in self._embedders:
+            self._embedders[key] = self._embedder(*key)
+        embedder = self._embedders[key]
+        embedder.encoder.write(embedder.tokens, rows.ids)
+        if embedder.documents and rows.documents is not None:
+            embedder.encoder.write(embedder.documents, rows.documents)
+        if embedder.counted and real is not None:
+            embedder.encoder.write(embedder.counted, real)
+        embedder.encoder.run("forward")
+        return embedder.encoder.read(embedder.out)
+
+    def _embedder(self, batch: int, seqlen: int, documents: bool, masked: bool) -> _Embedder:
+        plan, tokens, own = self._forward_plan(batch, seqlen, documents)
+        counted = (
+            plan.persistent(f"counted.{batch}x{seqlen}", (batch, seqlen), "u32") if masked else None
+        )
+        x = language_model.backbone(plan, self.config, tokens, documents=own)
+        pooled = mean_pool(plan, x, counted)
+        plan.keep.append(pooled)
+        plan.prune()
+        return _Embedder(Encoder(self.buffers, plan), tokens, own, counted, pooled)
+
+    def _forward_plan(
+        self, batch: int, seqlen: int, documents: bool = False
+    ) -> tuple[Plan, Tensor, Tensor | None]:
+        """A plan for inference, its tokens and its documents, if it has any."""
+        plan, shape = Plan(self.layout, self.device.target, training=False), (batch, seqlen)
+        tokens = plan.persistent(f"tokens.{batch}x{seqlen}", shape, "u32")
+        own = plan.persistent(f"documents.{batch}x{seqlen}", shape, "u32") if documents else None
+        return plan, tokens, own
 
     def loss_and_grads(
         self,
         tokens: npt.ArrayLike,
         targets: npt.ArrayLike,
         *,
+        documents: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
         activation_checkpointing: bool = False,
     ) -> tuple[float, dict[str, Array]]:
         """Mean loss in nats, and its gradient by every trainable parameter.
 
-        tokens    (batch, seqlen) integer ids below vocab_size
-        targets   (batch, seqlen) ids already shifted; -100 is ignored
+        tokens           (batch, seqlen) integer ids below vocab_size
+        targets          (batch, seqlen) ids already shifted; -100 is ignored. Where a document ends
+                         inside a row, its last target is not the next token
+        documents        (batch, seqlen) integers: where the number changes along a row, another
+                         document begins, and sees nothing of what is before it
+        attention_mask   (batch, seqlen), 1 for real tokens, 0 for padding, which no real token sees
+                         and whose targets are ignored
         activation_checkpointing   less memory for one more forward pass; the same bits
+
+        Raises DataError where an id is outside its range, or shapes differ.
         """
-        ids = self.check_tokens(tokens)
-        wanted = self.check_targets(targets, ids.shape)
-        step = self.step_encoder(*ids.shape, activation_checkpointing=activation_checkpointing)
-        self.load_batch(step, ids, wanted, int((wanted != IGNORED).sum()))
-        step.encoder.run("forward", "backward")
+        rows = self.rows(tokens, documents, attention_mask)
+        step = self._run(rows, targets, activation_checkpointing=activation_checkpointing)
         return float(step.encoder.read(step.tensors.loss)[0]), self.read_grads()
 
     def update(self, state: Mapping[str, Array]) -> None:
@@ -532,32 +652,44 @@ class Model:
         kind, name = key.split(".", 1)
         self._write(name, array, lambda piece: self.layout.moments(piece)["mv".index(kind)])
 
-    def logits(self, tokens: npt.ArrayLike) -> Array:
-        """(batch, seqlen, vocab_size) float32 logits of the next token at every position."""
-        ids = self.check_tokens(tokens)
-        if ids.shape not in self._forwards:
-            self._forwards[ids.shape] = self._forward(*ids.shape)
-        encoder, given, out = self._forwards[ids.shape]
-        encoder.write(given, ids)
-        encoder.run("forward")
-        rows = np.concatenate([encoder.read(chunk) for chunk in out])
-        return rows.reshape(*ids.shape, -1)[..., : self.config.vocab_size]
+    def logits(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        documents: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
+    ) -> Array:
+        """(batch, seqlen, vocab_size) float32 logits of the next token at every position.
 
-    def _forward(self, batch: int, seqlen: int) -> tuple[Encoder, Tensor, list[Tensor]]:
-        plan = Plan(self.layout, self.device.target, training=False)
-        ids = plan.persistent(f"tokens.{batch}x{seqlen}", (batch, seqlen), "u32")
-        x = language_model.backbone(plan, self.config, ids)
+        Arguments as for `loss_and_grads`; what the logits at padding are means nothing.
+        """
+        rows = self.rows(tokens, documents, attention_mask)
+        shape, own = rows.ids.shape, rows.documents
+        key = (*shape, own is not None)
+        if key not in self._forwards:
+            self._forwards[key] = self._forward(*key)
+        forward = self._forwards[key]
+        encoder = forward.encoder
+        encoder.write(forward.tokens, rows.ids)
+        if forward.documents and own is not None:
+            encoder.write(forward.documents, own)
+        encoder.run("forward")
+        logits = np.concatenate([encoder.read(chunk) for chunk in forward.out])
+        return logits.reshape(*shape, -1)[..., : self.config.vocab_size]
+
+    def _forward(self, batch: int, seqlen: int, documents: bool) -> _Forward:
+        plan, tokens, own = self._forward_plan(batch, seqlen, documents)
+        x = language_model.backbone(plan, self.config, tokens, documents=own)
         out = head_logits(plan, x, *language_model.head(self.config))
         plan.prune()
-        return Encoder(self.buffers, plan), ids, out
+        return _Forward(Encoder(self.buffers, plan), tokens, own, out)
 
     # -- generation ----------------------------------------------------------------------------
 
     def _decoder(self, batch: int, seqlen: int) -> tuple[Encoder, Tensor, Tensor | None]:
         """A forward pass that carries the state on; logits only for a single token."""
         if (batch, seqlen) not in self._decoders:
-            plan = Plan(self.layout, self.device.target, training=False)
-            ids = plan.persistent(f"tokens.{batch}x{seqlen}", (batch, seqlen), "u32")
+            plan, ids, _ = self._forward_plan(batch, seqlen)
             state = language_model.carried_state(plan, self.config, batch, self._capacity)
             x = language_model.backbone(plan, self.config, ids, state)
             logits = None

@@ -197,14 +197,19 @@ class Trainer:
             buffers.write(tensor, np.array(values, np.uint32))
         return planned.optimizer
 
-    def _encoder(self, batch: int, seqlen: int) -> Any:
+    def _encoder(self, shape: tuple[int, ...], documents: bool = False) -> Any:
+        batch, seqlen = shape
         return self.model.step_encoder(
             batch,
             seqlen,
             update=True,
+            documents=documents,
             activation_checkpointing=self.config.activation_checkpointing,
             memory_budget=self.config.memory_budget,
         )
+
+    def _compiled(self, batch: Batch) -> Any:
+        return self._encoder(batch.inputs.shape, batch.documents is not None)
 
     def _write_hyper(self, total_steps: int) -> None:
         """Write the constants of the run to the GPU, once."""
@@ -232,15 +237,19 @@ class Trainer:
         self.model.buffers.write(self._optimizer.hyper, hyper)
         self._hyper_for = total_steps
 
-    def step(self, tokens: Array, targets: Array) -> StepResult:
-        """One optimizer step on one batch.
-
-        tokens    (batch, seqlen) integer ids below vocab_size
-        targets   (batch, seqlen) ids already shifted; -100 is ignored
-        """
-        tokens = self.model.check_tokens(tokens)
-        targets = self.model.check_targets(targets, tokens.shape)
-        return self.step_batches([Batch(tokens, targets, int((targets != IGNORED).sum()))])
+    def step(
+        self,
+        tokens: Array,
+        targets: Array,
+        *,
+        documents: Array | None = None,
+        attention_mask: Array | None = None,
+    ) -> StepResult:
+        """One optimizer step on one batch; arguments as for `Model.loss_and_grads`."""
+        rows = self.model.rows(tokens, documents, attention_mask)
+        wanted = rows.targets(self.model.check_targets(targets, rows.ids.shape))
+        count = int((wanted != IGNORED).sum())
+        return self.step_batches([Batch(rows.ids, wanted, count, rows.documents)])
 
     def step_batches(self, batches: Sequence[Batch], total_steps: int | None = None) -> StepResult:
         """One optimizer step on several micro-batches, weighted by their tokens.
@@ -253,13 +262,13 @@ class Trainer:
             raise DataError("a step needs at least one batch")
         if len(self._pending) >= _AHEAD:
             self._fetch()
-        steps = [self._encoder(*b.inputs.shape) for b in batches]
+        steps = [self._compiled(b) for b in batches]
         self._write_hyper(total_steps or self.config.steps or 0)
         count = sum(b.n_targets for b in batches)
         result = StepResult(self.progress.step + 1, self._fetch)
         if count:
             for i, (step, batch) in enumerate(zip(steps, batches, strict=True)):
-                self.model.load_batch(step, batch.inputs, batch.targets, count)
+                self.model.load_batch(step, batch.inputs, batch.targets, count, batch.documents)
                 last = ["update"] if i == len(batches) - 1 else []
                 step.encoder.run("forward", "backward", *last, clear_grads=i == 0)
             self._pending[self._calls] = result
@@ -280,8 +289,8 @@ class Trainer:
     def _explain(self, step: int, batches: Sequence[Batch], count: int) -> None:
         """Raise TrainingError that says where a skipped step, which moved nothing, went wrong."""
         for i, batch in enumerate(batches):
-            compiled = self._encoder(*batch.inputs.shape)
-            self.model.load_batch(compiled, batch.inputs, batch.targets, count)
+            compiled = self._compiled(batch)
+            self.model.load_batch(compiled, batch.inputs, batch.targets, count, batch.documents)
             found = first_anomaly(compiled.encoder, "forward", "backward", clear_grads=i == 0)
             if found:
                 raise TrainingError(f"step {step}: {found}")
@@ -399,7 +408,7 @@ class Trainer:
                 if progress.step >= total:
                     break
                 with clock.paused():  # a shape's first step compiles
-                    encoders = [self._encoder(*batch.inputs.shape).encoder for batch in window]
+                    encoders = [self._compiled(batch).encoder for batch in window]
                     if reload:
                         reload.before_step(encoders)
                 unlogged.append((self.step_batches(window, total), epoch))
@@ -456,7 +465,7 @@ class Trainer:
             raise ConfigError(f"steps is {steps}, must be 1 or more")
         if self._hyper_for is None:
             self._write_hyper(c.steps or 1)
-        plan = self._encoder(*shape).encoder.plan
+        plan = self._encoder(shape).encoder.plan
         changed = {
             tensor.root
             for d in plan.dispatches
@@ -635,7 +644,7 @@ def evaluate(
     for batch in dataset.batches(batch_size, seq_len, seed=None, epoch=0):
         if should_stop():
             break
-        scores = model.scores(batch.inputs, batch.targets)
+        scores = model.scores(batch.inputs, batch.targets, documents=batch.documents)
         loss += float(scores.loss.sum(dtype=np.float64))
         top1 += int((scores.rank == 0).sum())
         top5 += int(((scores.rank >= 0) & (scores.rank < 5)).sum())
@@ -681,7 +690,10 @@ def compare(a: Model, b: Model, dataset: Dataset, batch_size: int, seq_len: int)
     losses, wins, count = np.zeros(2), 0.0, 0
     for batch in dataset.batches(batch_size, seq_len, seed=None, epoch=0):
         counted = batch.targets != IGNORED
-        first, second = (m.scores(batch.inputs, batch.targets).loss[counted] for m in (a, b))
+        first, second = (
+            m.scores(batch.inputs, batch.targets, documents=batch.documents).loss[counted]
+            for m in (a, b)
+        )
         losses += [first.sum(dtype=np.float64), second.sum(dtype=np.float64)]
         wins += float((second < first).sum() + 0.5 * (second == first).sum())
         count += batch.n_targets

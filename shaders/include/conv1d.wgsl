@@ -39,6 +39,18 @@ $$ else
 $$ endif
 }
 
+$$ if "documents" in bound
+// The document of a timestep: before the first that of the state, past the end that of the last.
+fn document_at(sequence: u32, t: i32) -> u32 {
+    return select(documents[sequence * seqlen + u32(clamp(t, 0, i32(seqlen) - 1))], 0u, t < 0);
+}
+
+// What document `own` sees of a value of document `of`.
+fn seen(value: pack, of_document: u32, own: u32) -> pack {
+    return select(pack(0.0), value, of_document == own);
+}
+
+$$ endif
 fn tap(c: u32, k: u32) -> pack {
 $$ if packed
     let i = 4u * c * d_conv + k;

@@ -13,17 +13,25 @@ $$ endif
 
 $$ for name, index in [("u", "row * d_inner + channel"), ("delta", "row * d_inner + channel"), ("dy", "row * d_inner + channel"), ("z", "row * d_xz + d_inner + channel")]
 $$ set array = "xz" if name == "z" else name
+$$ set value = "abs(delta[" ~ index ~ "])" if name == "delta" and resets else array ~ "[" ~ index ~ "]"
 $$ if array in bound
 fn {{ name }}_at(row: u32, t: u32, channel: u32) -> f32 {
 $$ if ragged
-    return select(0.0, {{ array }}[{{ index }}], t < seqlen && channel < d_inner);
+    return select(0.0, {{ value }}, t < seqlen && channel < d_inner);
 $$ else
-    return {{ array }}[{{ index }}];
+    return {{ value }};
 $$ endif
 }
 
 $$ endif
 $$ endfor
+$$ if resets
+// Whether step t goes on with the state before it: scan_reset makes delta negative where a document begins.
+fn goes_on(row: u32, t: u32, channel: u32) -> bool {
+    return delta[row * d_inner + channel] >= 0.0{{ " || t >= seqlen" if ragged else "" }};
+}
+
+$$ endif
 $$ for name, column in [("B", dt_rank), ("C", dt_rank + d_state)]
 // {{ name }} of four states; 0 for states past the last.
 fn {{ name }}_at(row: u32, group: u32) -> vec4f {

@@ -49,9 +49,15 @@ $$ for i in range(kept)
             let row{{ i }} = row_at(wid.z, t + {{ i }}u);
             let u{{ i }} = u_at(row{{ i }}, t + {{ i }}u, channel);
             let delta{{ i }} = delta_at(row{{ i }}, t + {{ i }}u, channel);
+$$ if resets
+            let goes_on{{ i }} = goes_on(row{{ i }}, t + {{ i }}u, channel);
+$$ endif
 $$ endfor
 $$ for i in range(kept)
 $$ for q in range(quads)
+$$ if resets
+            h{{ q }} = select(vec4f(0.0), h{{ q }}, goes_on{{ i }});
+$$ endif
             let a{{ i }}_{{ q }} = exp2(delta{{ i }} * rate{{ q }});
             h{{ q }} = a{{ i }}_{{ q }} * h{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * B_at(row{{ i }}, group + {{ q }}u);
 $$ endfor
@@ -75,10 +81,16 @@ $$ for i in range(kept)
             let row{{ i }} = row_at(wid.z, t + {{ i }}u);
             let u{{ i }} = u_at(row{{ i }}, t + {{ i }}u, channel);
             let delta{{ i }} = delta_at(row{{ i }}, t + {{ i }}u, channel);
+$$ if resets
+            let goes_on{{ i }} = goes_on(row{{ i }}, t + {{ i }}u, channel);
+$$ endif
             let dy{{ i }} = dy_at(row{{ i }}, t + {{ i }}u, channel);
 $$ endfor
 $$ for i in range(kept)
 $$ for q in range(quads)
+$$ if resets
+            h{{ q }} = select(vec4f(0.0), h{{ q }}, goes_on{{ i }});
+$$ endif
             let a{{ i }}_{{ q }} = exp2(delta{{ i }} * rate{{ q }});
             let kept{{ i }}_{{ q }} = a{{ i }}_{{ q }} * h{{ q }};
             h{{ q }} = kept{{ i }}_{{ q }} + input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }}) * u{{ i }} * B_at(row{{ i }}, group + {{ q }}u);
@@ -96,7 +108,7 @@ $$ for q in range(quads)
                     let weight = input_weight(delta{{ i }}, A{{ q }}, a{{ i }}_{{ q }});
                     let G = C_at(row{{ i }}, group + {{ q }}u) * dy{{ i }} + carried{{ q }};
                     let P = G * kept{{ i }}_{{ q }};
-                    carried{{ q }} = a{{ i }}_{{ q }} * G;
+                    carried{{ q }} = {{ "select(vec4f(0.0), a" ~ i ~ "_" ~ q ~ " * G, goes_on" ~ i ~ ")" if resets else "a" ~ i ~ "_" ~ q ~ " * G" }};
 $$ if discretization == "zoh"
                     let GBu = G * B * u{{ i }};
                     dA{{ q }} += delta{{ i }} * (P + GBu * delta{{ i }} * dphi1(delta{{ i }} * A{{ q }}, a{{ i }}_{{ q }}));

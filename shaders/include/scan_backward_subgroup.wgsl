@@ -39,8 +39,14 @@ $$ endfor
 $$ for e in range(own)
             let u{{ e }} = u_at(row, t, channel{{ e }});
             let delta{{ e }} = delta_at(row, t, channel{{ e }});
+$$ if resets
+            let goes_on{{ e }} = goes_on(row, t, channel{{ e }});
+$$ endif
 $$ for q in range(groups)
             {
+$$ if resets
+                h{{ e }}_{{ q }} = select(vec4f(0.0), h{{ e }}_{{ q }}, goes_on{{ e }});
+$$ endif
                 let a = exp2(delta{{ e }} * rate{{ e }}_{{ q }});
                 h{{ e }}_{{ q }} = a * h{{ e }}_{{ q }} + input_weight(delta{{ e }}, A{{ e }}_{{ q }}, a) * u{{ e }} * B{{ q }};
             }
@@ -70,8 +76,14 @@ $$ for i in range(kept)
 $$ for e in range(own)
             let u{{ i }}_{{ e }} = u_at(row{{ i }}, t + {{ i }}u, channel{{ e }});
             let delta{{ i }}_{{ e }} = delta_at(row{{ i }}, t + {{ i }}u, channel{{ e }});
+$$ if resets
+            let goes_on{{ i }}_{{ e }} = goes_on(row{{ i }}, t + {{ i }}u, channel{{ e }});
+$$ endif
             let dy{{ i }}_{{ e }} = dy_at(row{{ i }}, t + {{ i }}u, channel{{ e }});
 $$ for q in range(groups)
+$$ if resets
+            h{{ e }}_{{ q }} = select(vec4f(0.0), h{{ e }}_{{ q }}, goes_on{{ i }}_{{ e }});
+$$ endif
             let a{{ i }}_{{ e }}_{{ q }} = exp2(delta{{ i }}_{{ e }} * rate{{ e }}_{{ q }});
             let kept{{ i }}_{{ e }}_{{ q }} = a{{ i }}_{{ e }}_{{ q }} * h{{ e }}_{{ q }};
             h{{ e }}_{{ q }} = kept{{ i }}_{{ e }}_{{ q }} + input_weight(delta{{ i }}_{{ e }}, A{{ e }}_{{ q }}, a{{ i }}_{{ e }}_{{ q }}) * u{{ i }}_{{ e }} * B{{ q }}_of(bc{{ i }});
@@ -99,7 +111,7 @@ $$ for e in range(own)
                         let weight = input_weight(delta, A{{ e }}_{{ q }}, a);
                         let G = C * dy{{ i }}_{{ e }} + carried{{ e }}_{{ q }};
                         let P = G * kept{{ i }}_{{ e }}_{{ q }};
-                        carried{{ e }}_{{ q }} = a * G;
+                        carried{{ e }}_{{ q }} = {{ "select(vec4f(0.0), a * G, goes_on" ~ i ~ "_" ~ e ~ ")" if resets else "a * G" }};
 $$ if discretization == "zoh"
                         let GBu = G * B * u{{ i }}_{{ e }};
                         dA{{ e }}_{{ q }} += delta * (P + GBu * delta * dphi1(delta * A{{ e }}_{{ q }}, a));

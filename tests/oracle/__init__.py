@@ -69,6 +69,13 @@ def uniform(low: float, high: float) -> Draw:
     return lambda rng, shape, values: rng.uniform(low, high, shape)
 
 
+def documents(rng: np.random.Generator, shape: tuple[int, ...], values: Mapping[str, Any]):
+    """Ids that do not decrease along a row; some rows begin with 0, the state's document."""
+    begins = rng.random(shape) < 0.2
+    begins[:, 0] = rng.random(shape[0]) < 0.5
+    return begins.cumsum(1)
+
+
 def load_all() -> None:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")

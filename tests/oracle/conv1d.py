@@ -1,19 +1,31 @@
 import numpy as np
 
-from . import case, oracle
+from . import case, documents, oracle
 
 
-def windows(x, x_start, d_inner, d_conv, state):
+def before(values, d_conv):
+    """Each timestep's value and the d_conv - 1 before it, zeros at first: (batch, seqlen, d_conv)."""
+    padded = np.pad(values, [(0, 0), (d_conv - 1, 0)])
+    return np.lib.stride_tricks.sliding_window_view(padded, d_conv, axis=1)
+
+
+def own(documents, d_conv):
+    """Whether what each tap sees is of the timestep's own document: (batch, seqlen, 1, d_conv)."""
+    return (before(documents, d_conv) == documents[..., None])[:, :, None]
+
+
+def windows(x, x_start, d_inner, d_conv, state, documents):
     """The columns with the d_conv - 1 inputs before them, as (batch, seqlen, d_inner, d_conv)."""
     x = x[..., x_start : x_start + d_inner]
     if state is None:
         state = np.zeros((x.shape[0], d_conv - 1, d_inner))
     padded = np.concatenate([state, x], 1)
-    return np.lib.stride_tricks.sliding_window_view(padded, d_conv, axis=1)
+    x = np.lib.stride_tricks.sliding_window_view(padded, d_conv, axis=1)
+    return x if documents is None else x * own(documents, d_conv)
 
 
-def pre_activation(x, x_start, weight, bias, state=None):
-    x = windows(x, x_start, weight.shape[0], weight.shape[2], state)
+def pre_activation(x, x_start, weight, bias, state=None, documents=None):
+    x = windows(x, x_start, weight.shape[0], weight.shape[2], state, documents)
     return (x * weight[:, 0]).sum(-1) + (0 if bias is None else bias), x
 
 
@@ -31,7 +43,7 @@ def sigmoid(x):
         x_start=12,
         d_conv=3,
         one=1,
-        leave_out=("state",),
+        leave_out=("state", "documents"),
     ),
     case(
         batch=1,
@@ -50,11 +62,21 @@ def sigmoid(x):
         x_stride=16,
         d_conv=1,
         one=1,
-        leave_out=("bias", "state"),
+        leave_out=("bias", "state", "documents"),
     ),
+    case(
+        batch=3,
+        seqlen=66,
+        d_inner=16,
+        x_stride=32,
+        d_conv=4,
+        one=1,
+        leave_out=("state",),
+    ),
+    draw={"documents": documents},
 )
-def conv1d_silu_forward(x, weight, bias, state, x_start):
-    pre, _ = pre_activation(x, x_start, weight, bias, state)
+def conv1d_silu_forward(x, weight, bias, state, documents, x_start):
+    pre, _ = pre_activation(x, x_start, weight, bias, state, documents)
     return {"u": pre * sigmoid(pre)}
 
 
@@ -81,6 +103,7 @@ def conv1d_silu_state(x, state, x_start):
         stride=64,
         bias_stride=64,
         run=16,
+        leave_out=("documents",),
     ),
     case(
         batch=2,
@@ -118,19 +141,35 @@ def conv1d_silu_state(x, state, x_start):
         parts=4,
         bias_stride=64,
         run=16,
-        leave_out=("weight_partials",),
+        leave_out=("weight_partials", "documents"),
     ),
+    case(
+        batch=2,
+        seqlen=41,
+        d_inner=16,
+        x_stride=32,
+        d_conv=4,
+        one=1,
+        parts=6,
+        stride=64,
+        bias_stride=64,
+        run=16,
+    ),
+    draw={"documents": documents},
 )
-def conv1d_silu_backward(du, x, weight, bias, weight_partials, bias_partials, x_start, run):
+def conv1d_silu_backward(
+    du, x, weight, bias, documents, weight_partials, bias_partials, x_start, run
+):
     d_inner, _, d_conv = weight.shape
     batch, seqlen, _ = x.shape
     dx = np.full(x.shape, np.nan)
-    pre, x = pre_activation(x, x_start, weight, bias)
+    pre, x = pre_activation(x, x_start, weight, bias, None, documents)
     s = sigmoid(pre)
     dpre = du * s * (1 + pre * (1 - s))
     dpadded = np.zeros((batch, seqlen + d_conv - 1, d_inner))
     for k in range(d_conv):
-        dpadded[:, k : k + seqlen] += dpre * weight[:, 0, k]
+        same = 1 if documents is None else own(documents, d_conv)[..., k]
+        dpadded[:, k : k + seqlen] += dpre * weight[:, 0, k] * same
     dx[..., x_start : x_start + d_inner] = dpadded[:, d_conv - 1 :]
     result = {"dx": dx}
     runs = [(b, slice(t, t + run)) for b in range(batch) for t in range(0, seqlen, run)]

@@ -1,6 +1,6 @@
 import numpy as np
 
-from . import case, oracle, uniform
+from . import case, documents, oracle, uniform
 
 SMALL = 1e-2  # |X| below which the quotients of phi1 and its derivative cancel in float64
 
@@ -37,7 +37,7 @@ def by_group(states):
 class Steps:
     """The operands of all steps, each indexed by t, with the states padded to 4 groups."""
 
-    def __init__(self, u, delta, x_dbl, AD, dt_rank, d_state, discretization="euler"):
+    def __init__(self, u, delta, x_dbl, AD, dt_rank, d_state, resets, discretization="euler"):
         groups = len(AD) // 2
         self.u, self.delta = np.moveaxis(u, 1, 0), np.moveaxis(delta, 1, 0)
         B, C = np.split(x_dbl[..., dt_rank:], 2, -1)
@@ -46,6 +46,13 @@ class Steps:
         self.A, self.derivative = by_channel(AD[:groups]), by_channel(AD[groups:-1])
         self.D = AD[-1, :, 0]
         self.zoh = discretization == "zoh"
+        # whether each step goes on with the state before it
+        self.goes_on = self.delta >= 0 if resets else np.ones(self.delta.shape, bool)
+        self.delta = np.abs(self.delta) if resets else self.delta
+
+    def sums(self, steps):
+        """The sum of delta over these steps; -1 where a document begins in them."""
+        return np.where(self.goes_on[steps].all(0), self.delta[steps].sum(0), -1)
 
     def exponent(self, t):
         return self.delta[t][..., None] * self.A
@@ -53,8 +60,11 @@ class Steps:
     def weight(self, t):
         return self.delta[t][..., None] * (phi1(self.exponent(t)) if self.zoh else 1)
 
+    def decay(self, t):
+        return np.exp(self.exponent(t)) * self.goes_on[t][..., None]
+
     def next(self, h, t):
-        return np.exp(self.exponent(t)) * h + self.weight(t) * self.u[t][..., None] * self.B[t]
+        return self.decay(t) * h + self.weight(t) * self.u[t][..., None] * self.B[t]
 
 
 def ad_draw(rng, shape, values):
@@ -63,7 +73,21 @@ def ad_draw(rng, shape, values):
     return AD
 
 
-DRAW = {"delta": uniform(0.01, 1), "AD": ad_draw}
+def delta_draw(rng, shape, values):
+    delta = rng.uniform(0.01, 1, shape)
+    if values.get("resets"):
+        delta[documents(rng, shape[:2], values) % 2 == 1] *= -1
+    return delta
+
+
+def sums_draw(rng, shape, values):
+    sums = rng.uniform(0.01, 1, shape)
+    if values.get("resets"):
+        sums[rng.random(shape) < 0.5] = -1
+    return sums
+
+
+DRAW = {"delta": delta_draw, "AD": ad_draw}
 
 
 def dims(batch=2, seqlen=9, d_inner=5, d_state=3, dt_rank=2, chunk=4, per_segment=None, **more):
@@ -105,6 +129,16 @@ def without(values, *names):
 
 
 @oracle(
+    case(batch=3, seqlen=7, d_inner=5),
+    case(batch=2, seqlen=40, d_inner=64),
+    draw={"delta": uniform(0, 1), "documents": documents},
+)
+def scan_reset(documents, delta):
+    first = np.diff(documents, axis=1, prepend=0) != 0
+    return {"delta": np.where(first[..., None], -np.maximum(delta, 1e-30), delta)}
+
+
+@oracle(
     case(**without(dims(d_state=6), "n_partials")),
     case(**dims(d_inner=70, d_state=4), clamp=(-0.5, 0.25)),
 )
@@ -123,12 +157,24 @@ def scan_prepare(A_log, D, clamp):
     case(**dims(per_segment=1)),
     case(**dims(seqlen=40, d_inner=33, d_state=16, dt_rank=4, chunk=8, per_segment=2)),
     case(**dims(seqlen=40, d_inner=33, d_state=16, per_segment=4), discretization="zoh"),
+    case(**dims(seqlen=40, d_inner=33, d_state=16, per_segment=4), resets=True),
     draw=DRAW,
 )
 def scan_local(
-    u, delta, x_dbl, AD, dt_rank, d_state, chunk, per_segment, segments, chunks, discretization
+    u,
+    delta,
+    x_dbl,
+    AD,
+    dt_rank,
+    d_state,
+    chunk,
+    per_segment,
+    segments,
+    chunks,
+    resets,
+    discretization,
 ):
-    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, discretization)
+    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, resets, discretization)
     _, batch, d_inner = s.u.shape
     states = np.full((batch, chunks, len(AD) // 2, d_inner, 4), np.nan)
     sums = np.full((batch, segments, d_inner), np.nan)
@@ -138,7 +184,7 @@ def scan_local(
         for t in steps:
             h = s.next(h, t)
         states[:, segment * per_segment] = by_group(h)
-        sums[:, segment] = s.delta[steps].sum(0)
+        sums[:, segment] = s.sums(steps)
     return {"chunk_states": states, "delta_sums": sums}
 
 
@@ -149,16 +195,18 @@ COMBINE = dims(seqlen=20, d_state=6, chunk=2, per_segment=3)
     case(("state",), **COMBINE),
     case(**COMBINE),
     case(("state",), **{**COMBINE, "slots": COMBINE["segments"], "per_segment": 1}, reverse=True),
-    draw={"AD": ad_draw, "delta_sums": uniform(0.01, 1)},
+    case(**COMBINE, resets=True),
+    draw={"AD": ad_draw, "delta_sums": sums_draw},
 )
-def scan_combine(AD, delta_sums, state, states, per_segment, reverse):
+def scan_combine(AD, delta_sums, state, states, per_segment, reverse, resets):
     A, segments = AD[: len(AD) // 2], delta_sums.shape[1]
     out = np.full_like(states, np.nan)
     carry = 0 if state is None else state
     for k in reversed(range(segments)) if reverse else range(segments):
         slot = k * per_segment
         out[:, slot] = carry
-        carry = np.exp(A * delta_sums[:, k][:, None, :, None]) * carry + states[:, slot]
+        sums = delta_sums[:, k][:, None, :, None]
+        carry = np.exp(A * np.abs(sums)) * carry * (sums >= 0) + states[:, slot]
     return {"states": out}
 
 
@@ -178,6 +226,8 @@ def scan_combine(AD, delta_sums, state, states, per_segment, reverse):
     ),
     case((), **dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3), outputs=2),
     case((), **dims(batch=1, seqlen=8, d_inner=2, d_state=1024, chunk=8), outputs=2),
+    case((), **dims(seqlen=18, d_inner=33, d_state=7, chunk=4), outputs=2, resets=True),
+    case((), **dims(seqlen=20, d_inner=16, d_state=16, chunk=4), outputs=2, resets=True),
     draw=DRAW,
 )
 def scan_forward(
@@ -194,9 +244,10 @@ def scan_forward(
     chunk,
     per_segment,
     segments,
+    resets,
     discretization,
 ):
-    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, discretization)
+    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, resets, discretization)
     seqlen, batch, d_inner = s.u.shape
     h = np.zeros((batch, d_inner, s.A.shape[1])) if state is None else by_channel(state)
     starts, y = [], np.empty((batch, seqlen, d_inner))
@@ -229,10 +280,13 @@ def scan_backward_gate(xz, y, dg):
 @oracle(
     case(**dims(per_segment=1)),
     case(**dims(seqlen=40, d_inner=33, d_state=16, dt_rank=4, chunk=8, per_segment=2)),
+    case(**dims(seqlen=38, d_inner=33, d_state=16, chunk=8, per_segment=2), resets=True),
     draw=DRAW,
 )
-def scan_backward_local(delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_segment, segments):
-    s = Steps(delta, delta, x_dbl, AD, dt_rank, d_state)  # u plays no part
+def scan_backward_local(
+    delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_segment, segments, resets
+):
+    s = Steps(delta, delta, x_dbl, AD, dt_rank, d_state, resets)  # u plays no part
     seqlen, batch, d_inner = s.u.shape
     carry = np.full((batch, segments, len(AD) // 2, d_inner, 4), np.nan)
     sums = np.full((batch, segments, d_inner), np.nan)
@@ -241,9 +295,9 @@ def scan_backward_local(delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_segme
         steps = range(first, min(first + per_segment * chunk, seqlen))
         e = 0
         for t in reversed(steps):
-            e = np.exp(s.exponent(t)) * (s.C[t] * dy[:, t, :, None] + e)
+            e = s.decay(t) * (s.C[t] * dy[:, t, :, None] + e)
         carry[:, segment] = by_group(e)
-        sums[:, segment] = s.delta[steps].sum(0)
+        sums[:, segment] = s.sums(steps)
     return {"carry": carry, "delta_sums": sums}
 
 
@@ -256,6 +310,8 @@ def scan_backward_local(delta, x_dbl, AD, dy, dt_rank, d_state, chunk, per_segme
         discretization="zoh",
     ),
     case(**dims(batch=1, seqlen=5, d_inner=3, d_state=1001, chunk=8)),
+    case(**dims(seqlen=22, d_inner=16, d_state=16, chunk=8, channels=16), resets=True),
+    case(**dims(seqlen=22, d_inner=9, d_state=6, chunk=8), resets=True, discretization="zoh"),
     draw=DRAW,
 )
 def scan_backward(
@@ -274,9 +330,10 @@ def scan_backward(
     segments,
     channels,
     carried,
+    resets,
     discretization,
 ):
-    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, discretization)
+    s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, resets, discretization)
     seqlen, batch, d_inner = s.u.shape
     h, states = 0, []
     for t in range(seqlen):
@@ -299,13 +356,13 @@ def scan_backward(
         if carry is not None and (t == seqlen - 1 or (t + 1) % (chunk * per_segment) == 0):
             e = by_channel(carry[:, segment])
         u_t, delta_t, dy_t = s.u[t][..., None], s.delta[t][..., None], dy[:, t, :, None]
-        a, w = np.exp(s.exponent(t)), s.weight(t)
+        exp, a, w = np.exp(s.exponent(t)), s.decay(t), s.weight(t)
         G = s.C[t] * dy_t + e
         P = G * a * states[t]
         GBu = G * s.B[t] * u_t
         e = a * G
         du[:, t] = (G * w * s.B[t]).sum(-1) + s.D * dy[:, t]
-        ddelta = (P * s.A + GBu * (a if s.zoh else 1)).sum(-1)
+        ddelta = (P * s.A + GBu * (exp if s.zoh else 1)).sum(-1)
         ddt[:, t] = ddelta * -np.expm1(-s.delta[t])
         dw_dA = delta_t**2 * dphi1(s.exponent(t)) if s.zoh else 0
         dA[:, segment] += (P * delta_t + GBu * dw_dA) * s.derivative

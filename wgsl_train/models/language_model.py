@@ -27,11 +27,18 @@ class LayerType(Protocol):
         """The parameters of layer i, named "backbone.layers.{i}.…", in checkpoint order."""
 
     def block(
-        self, plan: Plan, config: MambaConfig, h: Tensor, i: int, state: Any = None
+        self,
+        plan: Plan,
+        config: MambaConfig,
+        h: Tensor,
+        i: int,
+        state: Any = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Plan the layer, which ends in a residual addition, with the parameters of layer i.
 
-        h and what is returned are (batch, seqlen, d_model) f32. state is of `layer_state`.
+        h and what is returned are (batch, seqlen, d_model) f32. state is of `layer_state`,
+        documents as `backbone` has them.
         """
 
     def layer_state(
@@ -86,11 +93,13 @@ def carried_state(plan: Plan, config: MambaConfig, batch: int, capacity: int) ->
     ]
 
 
-def _layer(plan: Plan, layer: Layer, h: Tensor, i: int, state: Any = None) -> Tensor:
+def _layer(
+    plan: Plan, layer: Layer, h: Tensor, i: int, state: Any, documents: Tensor | None
+) -> Tensor:
     with plan.scope(f"layers.{i}"):
         if i % 2 == 0:  # one dispatch for two layers
             plan.tape(lambda: sum_partials(plan))
-        h = layer_type(layer.type).block(plan, layer.config, h, layer.owner, state)
+        h = layer_type(layer.type).block(plan, layer.config, h, layer.owner, state, documents)
         return h if layer.config.mlp == "none" else mlp(plan, layer.config, h, layer.owner)
 
 
@@ -99,19 +108,23 @@ def backbone(
     config: MambaConfig,
     tokens: Tensor,
     state: Sequence[Any] | None = None,
+    documents: Tensor | None = None,
     activation_checkpointing: bool = False,
 ) -> Tensor:
     """Plan the model up to its final norm; mirrors mamba_ssm's `MixerModel`.
 
-    tokens    (batch, seqlen) u32, below the vocabulary's size
-    returns   (batch, seqlen, d_model) f32
+    tokens      (batch, seqlen) u32, below the vocabulary's size
+    documents   (batch, seqlen) u32, ids that do not decrease along a row: nothing passes from one
+                document to the next. A state belongs to document 0. None: each row is one
+    returns     (batch, seqlen, d_model) f32
     """
     plan.tape(lambda: sum_partials(plan))
     h = embedding(plan, tokens, EMBEDDING)
     for i, layer in enumerate(config.schedule):
-        if activation_checkpointing:
-            h = plan.checkpoint(lambda h, i=i, layer=layer: _layer(plan, layer, h, i), h)  # type: ignore[misc]
-        else:
-            h = _layer(plan, layer, h, i, state[i] if state else None)
+
+        def planned(h: Tensor, i: int = i, layer: Layer = layer) -> Tensor:
+            return _layer(plan, layer, h, i, state[i] if state else None, documents)
+
+        h = plan.checkpoint(planned, h) if activation_checkpointing else planned(h)
     plan.tape(lambda: sum_partials(plan))
     return rms_norm(plan, h, plan.param("backbone.norm_f.weight"), config.norm_eps, name="norm_f")

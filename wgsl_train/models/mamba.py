@@ -67,12 +67,18 @@ def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int, capacity: i
 
 
 def block(
-    plan: Plan, config: MambaConfig, h: Tensor, i: int, state: LayerState | None = None
+    plan: Plan,
+    config: MambaConfig,
+    h: Tensor,
+    i: int,
+    state: LayerState | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Plan h + mixer(norm(h)) with the parameters of layer i; mirrors mamba_ssm's `Block`.
 
-    h         (batch, seqlen, d_model) f32
-    returns   (batch, seqlen, d_model) f32
+    h           (batch, seqlen, d_model) f32
+    documents   (batch, seqlen) u32, or None: see `language_model.backbone`
+    returns     (batch, seqlen, d_model) f32
     """
     c = config
 
@@ -89,6 +95,7 @@ def block(
         Columns(xz, 0, c.d_inner),
         param("mixer.conv1d.weight"),
         bias("conv1d", c.use_conv_bias),
+        documents=documents,
         state=state.conv if state else None,
     )
     x_dbl = linear(
@@ -114,6 +121,7 @@ def block(
         d_state=c.d_state,
         discretization=c.discretization,
         a_log_clamp=c.a_log_clamp,
+        documents=documents,
         state=state.ssm if state else None,
     )
     return linear(

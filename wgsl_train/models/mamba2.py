@@ -72,12 +72,18 @@ def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int, capacity: i
 
 
 def block(
-    plan: Plan, config: MambaConfig, h: Tensor, i: int, state: LayerState | None = None
+    plan: Plan,
+    config: MambaConfig,
+    h: Tensor,
+    i: int,
+    state: LayerState | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Plan h + mixer(norm(h)) with the parameters of layer i; mirrors mamba_ssm's `Mamba2`.
 
-    h         (batch, seqlen, d_model) f32
-    returns   (batch, seqlen, d_model) f32
+    h           (batch, seqlen, d_model) f32
+    documents   (batch, seqlen) u32, or None: see `language_model.backbone`
+    returns     (batch, seqlen, d_model) f32
     """
     c = config
 
@@ -96,6 +102,7 @@ def block(
         Columns(zxbcdt, c.d_inner, _conv_columns(c)),
         param("mixer.conv1d.weight"),
         bias("conv1d", c.use_conv_bias),
+        documents=documents,
         state=state.conv if state else None,
         name="xBC",
     )
@@ -111,6 +118,7 @@ def block(
         norm_groups=c.n_groups if c.norm_per_group else 1,
         eps=c.norm_eps,
         time_step_limit=c.time_step_limit,
+        documents=documents,
         state=state.ssm if state else None,
     )
     return linear(

@@ -41,6 +41,7 @@ FORWARD = Kernel(
         "weight": "d_inner one d_conv",
         "bias?": "d_inner",
         "state?": "batch context d_inner",
+        "documents?": "batch seqlen",
     },
     writes={"u": "batch seqlen d_inner"},
     options={"x_start": 0},
@@ -50,6 +51,7 @@ FORWARD = Kernel(
     ],
     grid=_grid,
     vec4=lambda v: ("x", "bias", "state", "u") if _packed(v) else (),
+    u32=frozenset({"documents"}),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (v["d_conv"] + 2),
     traffic=lambda v: 8 * v["batch"] * v["seqlen"] * v["d_inner"],
 )
@@ -70,6 +72,7 @@ BACKWARD = Kernel(
         "x": "batch seqlen x_stride",
         "weight": "d_inner one d_conv",
         "bias?": "d_inner",
+        "documents?": "batch seqlen",
     },
     writes={
         "dx": "batch seqlen x_stride",
@@ -82,6 +85,7 @@ BACKWARD = Kernel(
     alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in (32, 128, 256)],
     grid=_grid,
     vec4=lambda v: ("du", "x", "bias", "dx") if _packed(v) else (),
+    u32=frozenset({"documents"}),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (3 * v["d_conv"] + 6),
     traffic=lambda v: 12 * v["batch"] * v["seqlen"] * v["d_inner"],
 )
@@ -92,6 +96,7 @@ def conv1d_silu(
     x: Tensor | Columns,
     weight: Tensor,
     bias: Tensor | None,
+    documents: Tensor | None = None,
     state: Tensor | None = None,
     name: str = "u",
 ) -> Tensor:
@@ -100,7 +105,8 @@ def conv1d_silu(
     x (batch, seqlen, d_inner) f32, a whole tensor or a range of columns; weight
     (d_inner, 1, d_conv) f32, its last tap multiplying the present timestep; bias (d_inner,) f32.
     Inputs before the first timestep are zero, or come from state (batch, d_conv - 1, d_inner) f32,
-    which is then brought up to date. The backward pass overwrites these columns of x's gradient.
+    which is then brought up to date. documents (batch, seqlen) u32 are ids that do not decrease
+    along a row: inputs of other documents count as zero, and the state is document 0's. The backward pass overwrites these columns of x's gradient.
     Where the plan's layout has an adapter of weight, it is added to weight.
     Raises ShapeError where shapes do not fit, or a state is given in training.
     Source: mamba_ssm's causal_conv1d_fn and causal_conv1d_update.
@@ -115,7 +121,8 @@ def conv1d_silu(
     weight = effective_weight(plan, weight, "conv1d.weight")
     u = plan.tensor(name, (batch, seqlen, d_inner))
     given = {"x": x.tensor, "x_start": x.start}
-    plan.dispatch(FORWARD, **given, weight=weight, bias=bias, state=state, u=u)
+    taps = {"weight": weight, "bias": bias, "documents": documents}
+    plan.dispatch(FORWARD, **given, **taps, state=state, u=u)
     if state:
         plan.dispatch(STATE, **given, state=state)
 
@@ -127,9 +134,8 @@ def conv1d_silu(
         plan.dispatch(
             BACKWARD,
             **given,
+            **taps,
             du=plan.grad(u),
-            weight=weight,
-            bias=bias,
             dx=plan.grad(x.tensor),
             weight_partials=dweight and partial(plan, dweight, parts),
             bias_partials=dbias and partial(plan, dbias, parts),

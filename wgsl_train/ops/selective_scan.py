@@ -8,6 +8,10 @@ small dispatches that find the state each one starts from.
 
 States are stored as vectors of four: (..., groups, d_inner, 4) with groups = ceil(d_state / 4), so
 that neighbouring lanes, which hold neighbouring channels, read neighbouring vectors.
+
+Where documents are packed into a row, each begins with a state of zero. Its first step is marked in
+the sign of delta, which is free, since softplus makes no negative numbers: the kernels bind all the
+buffers that WebGPU guarantees already.
 """
 
 from __future__ import annotations
@@ -111,7 +115,14 @@ def _steps(v: Values) -> int:
     return int(v["batch"] * v["seqlen"] * v["d_inner"] * v["d_state"])
 
 
-_SHAPE = {"dt_rank": 1, "d_state": 16, "chunk": CHUNK, "per_segment": 1, "segments": 1}
+_SHAPE = {
+    "dt_rank": 1,
+    "d_state": 16,
+    "chunk": CHUNK,
+    "per_segment": 1,
+    "segments": 1,
+    "resets": False,  # whether delta's signs mark where documents begin
+}
 _OPERANDS = {
     "u": "batch seqlen d_inner",
     "delta": "batch seqlen d_inner",
@@ -123,6 +134,15 @@ _OPERANDS = {
 def _without(operand: str) -> dict[str, str]:
     return {name: shape for name, shape in _OPERANDS.items() if name != operand}
 
+
+RESET = Kernel(
+    "scan_reset",
+    reads={"documents": "batch seqlen"},
+    writes={"delta": "batch seqlen d_inner"},
+    grid=elementwise(lambda v: int(v["batch"] * v["seqlen"] * v["d_inner"])),
+    u32=frozenset({"documents"}),
+    traffic=lambda v: 4 * v["batch"] * v["seqlen"],
+)
 
 PREPARE = Kernel(
     "scan_prepare",
@@ -155,7 +175,7 @@ COMBINE = Kernel(
         "state?": "batch groups d_inner quad",
     },
     writes={"states": "batch slots groups d_inner quad"},
-    options={"per_segment": 1, "reverse": False},
+    options={"per_segment": 1, "reverse": False, "resets": False},
     choose=by_kind({"workgroup": 64}),
     grid=elementwise(lambda v: v["batch"] * v["groups"] * v["d_inner"], per_group=64),
     vec4=lambda v: ("AD", "state", "states"),
@@ -249,6 +269,7 @@ def selective_scan(
     d_state: int,
     discretization: Discretization = "euler",
     a_log_clamp: tuple[float, float] | None = None,
+    documents: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int | None = None,
     per_segment: int | None = None,
@@ -268,6 +289,8 @@ def selective_scan(
     Where the plan's layout has an adapter of A_log, it is added to A_log.
 
     a_log_clamp   A_log is clamped to this range, without a gradient outside it
+    documents     (batch, seqlen) u32, ids that do not decrease along a row: the state is zero where
+                  one begins. A state that is given belongs to document 0
     state         persistent (batch, ceil(d_state / 4), d_inner, 4): the scan starts from it and
                   leaves its last state there; no gradient flows into it
     chunk         steps between the states that are kept for the backward pass; by default what
@@ -299,7 +322,13 @@ def selective_scan(
     chunk = min(chunk, 1 << (seqlen - 1).bit_length())
     channels = _backward_channels(plan.target, groups)
     chunks, blocks = ceil_div(seqlen, chunk), ceil_div(d_inner, channels)
-    shape: dict[str, Any] = {"dt_rank": dt_rank, "d_state": d_state, "chunk": chunk}
+    resets = documents is not None
+    shape: dict[str, Any] = {
+        "dt_rank": dt_rank,
+        "d_state": d_state,
+        "chunk": chunk,
+        "resets": resets,
+    }
 
     def cut(workgroups: dict[str, int]) -> dict[str, int]:
         """How the chunks are dealt out to segments."""
@@ -316,6 +345,8 @@ def selective_scan(
         "x_dbl": x_dbl,
         "AD": plan.tensor(f"{name}.AD", (2 * groups + 1, d_inner, 4)),
     }
+    if resets:
+        plan.dispatch(RESET, documents=documents, delta=delta)
     A_log = effective_weight(plan, A_log, f"{name}.A_log")
     plan.dispatch(PREPARE, A_log=A_log, D=D, AD=operands["AD"], clamp=a_log_clamp)
     chunk_states = None
@@ -342,6 +373,7 @@ def selective_scan(
             state=state,
             states=chunk_states,
             per_segment=walk["per_segment"],
+            resets=resets,
         )
     plan.dispatch(
         FORWARD,
@@ -378,7 +410,14 @@ def selective_scan(
                 **shape,
                 **walk,
             )
-            plan.dispatch(COMBINE, AD=operands["AD"], delta_sums=sums, states=carry, reverse=True)
+            plan.dispatch(
+                COMBINE,
+                AD=operands["AD"],
+                delta_sums=sums,
+                states=carry,
+                reverse=True,
+                resets=resets,
+            )
         du_ddt = plan.tensor(f"{g.name}.du_ddt", (2, plane))
         plan.set_grad(u, du_ddt.view(0, u.shape, f"d{u.name}"))
         plan.set_grad(delta, du_ddt.view(plane, u.shape, f"d{delta.name}"))
