@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ class Buffers:
         data = np.pad(data, (0, -data.size % 4)) if data.size % 4 else data  # whole words
         start, queue = tensor.first_byte, self.device.wgpu.queue
         for first in range(0, data.size, _UPLOAD_CHUNK):
-            queue.write_buffer(buffer, start + first, data[first : first + _UPLOAD_CHUNK])
+            part = data[first : first + _UPLOAD_CHUNK]
+            self.device.guard(functools.partial(queue.write_buffer, buffer, start + first, part))
             if data.size > _UPLOAD_CHUNK:
                 queue.submit([])
 
