@@ -294,7 +294,7 @@ APPEND = Kernel(
 
 def _decode_choices(target: Target, v: Values) -> dict[str, int]:
     head_dim = _head_dim(v)
-    threads = {"cpu": 32, "discrete": 256}.get(target.kind, 128)
+    threads = {"cpu": 8, "discrete": 256}.get(target.kind, 128)
     quads = ceil_div(head_dim, 4)
     lanes = min(quads, threads)
     return {
