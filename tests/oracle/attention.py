@@ -74,7 +74,7 @@ def with_cache(qkv, cache, n_heads, n_kv_heads):
     case(batch=1, seqlen=130, d_qkv=4 * 64, d_out=128, n_heads=2, n_kv_heads=1, scale=0.125,
          leave_out=("documents", "cache", "position")),
     case(batch=1, seqlen=130, d_qkv=4 * 64, d_out=128, n_heads=2, n_kv_heads=1, scale=0.125,
-         leave_out=("cache", "position"), choices=staged(64, 8, 8, 8, 8, 32, 16, 2)),
+         leave_out=("cache", "position"), choices=staged(64, 16, 8, 4, 8, 32, 16, 2)),
     case(batch=2, seqlen=65, d_qkv=8 * 8, d_out=32, n_heads=4, n_kv_heads=2, scale=-0.3,
          leave_out=("cache", "position")),
     case(batch=1, seqlen=5, d_qkv=3 * 20, d_out=20, n_heads=1, n_kv_heads=1, scale=0.2,

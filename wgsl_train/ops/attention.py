@@ -107,52 +107,38 @@ def _head_dim(v: Values) -> int:
     return int(v["d_qkv"] // (v["n_heads"] + 2 * v["n_kv_heads"]))
 
 
-def _staged_choices(
-    head_dim: int, columns: int, largest: int, large: bool
-) -> Iterator[dict[str, int]]:
-    """Tiles for a head, the best first.
-
-    columns   of a head, that a thread should own
-    largest   lines and columns of a tile that a thread of a large GPU may own
-    large     whether it is one, with work to fill it
-    """
-    wanted = next((n for n in (8, 16, 32) if columns * n >= head_dim), 64)
+def _staged_choices(head_dim: int, large: bool) -> Iterator[dict[str, int]]:
+    """Tiles for a head, the best first. large: a large GPU, with work to fill it."""
+    wanted = next((n for n in (8, 16, 32) if 8 * n >= head_dim), 64)
     for threads_n in (n for n in (64, 32, 16, 8) if n <= wanted):
-        threads_m = {8: 8, 16: 8, 32: 4, 64: 2}[threads_n]
-        for thread_m, thread_n in ((8, 8), (8, 4), (4, 4)):
-            for depth in (16, 8) if large else (32, 16, 8):
-                if thread_m + thread_n <= (largest if large else 8):
-                    size = (threads_m, threads_n, thread_m, thread_n)
-                    yield staged(head_dim, *size, depth, depth, unroll=4 if large else 1)
+        for depth in (16, 8) if large else (32, 16, 8):
+            if large:
+                size = (128 // threads_n, threads_n, 4, 8)
+                yield staged(head_dim, *size, depth, depth, unroll=4)
+            yield staged(head_dim, max(64 // threads_n, 4), threads_n, 4, 4, depth, depth)
     for threads_m in (4, 2, 1):
         yield staged(head_dim, threads_m, 8, 4, 4, 8, 4)
 
 
-def _tiles(columns: int, largest: int) -> Callable[[Target, Values], Values]:
-    """Tuning choices for a kernel that owns tiles.
-
-    columns   of a head, that a thread should own
-    largest   lines and columns of a tile that a thread of a large GPU may own
-    """
-
-    def choose(target: Target, v: Values) -> Values:
-        head_dim = _head_dim(v)
-        if target.kind == "cpu":
-            size = (4, 32) if v["seqlen"] > 64 else (2, 8)
-            shared = target.lanes == 8
-            return {"head_dim": head_dim, **(direct(*size, 8) if shared else direct(4, 8, 1))}
-        # few rows are better spread over more workgroups
-        large = target.kind == "discrete" and v["batch"] * v["n_heads"] * v["seqlen"] >= 1 << 14
-        memory = min(target.max_workgroup_memory, 32768 if large else 16384)
-        for choices in _staged_choices(head_dim, columns, largest, large):
-            if _workgroup_memory(choices) <= memory:
-                return {"head_dim": head_dim, **choices}
-        raise ShapeError(
-            f"attention: head_dim is {head_dim}, for which {memory:,} bytes of workgroup memory are "
-            "not enough. Use more and smaller heads."
-        )
-
-    return choose
+def _tiles(target: Target, v: Values) -> Values:
+    """Tuning choices for a kernel that owns tiles."""
+    head_dim = _head_dim(v)
+    if target.kind == "cpu":
+        size = (4, 32) if v["seqlen"] > 64 else (2, 8)
+        return {
+            "head_dim": head_dim,
+            **(direct(*size, 8) if target.lanes == 8 else direct(4, 8, 1)),
+        }
+    # few rows are better spread over more workgroups
+    large = target.kind == "discrete" and v["batch"] * v["n_heads"] * v["seqlen"] >= 1 << 14
+    memory = min(target.max_workgroup_memory, 32768 if large else 16384)
+    for choices in _staged_choices(head_dim, large):
+        if _workgroup_memory(choices) <= memory:
+            return {"head_dim": head_dim, **choices}
+    raise ShapeError(
+        f"attention: head_dim is {head_dim}, for which {memory:,} bytes of workgroup memory are "
+        "not enough. Use more and smaller heads."
+    )
 
 
 def _alternatives(target: Target, v: Values) -> list[Values]:
@@ -160,15 +146,11 @@ def _alternatives(target: Target, v: Values) -> list[Values]:
     if target.kind == "cpu":
         tiles = ((4, 32), (4, 16), (2, 32), (2, 16), (8, 16)) if target.lanes == 8 else ((4, 4),)
         return [direct(m, n, 8 if target.lanes == 8 else 1) for m, n in tiles]
-    sizes = [
-        (threads_m, threads_n, thread_m, thread_n)
-        for threads_m, threads_n in ((8, 8), (16, 8), (8, 16))
-        for thread_m, thread_n in ((8, 8), (8, 4), (4, 4))
-    ]
+    sizes = ((16, 8, 4, 8), (16, 8, 4, 4), (8, 8, 8, 8), (8, 8, 4, 4), (8, 16, 8, 4), (8, 16, 4, 8))
     found = [
         staged(head_dim, *size, depth, depth, unroll)
         for size in sizes
-        for depth, unroll in ((16, 4), (32, 2))
+        for depth, unroll in ((16, 4), (16, 1), (32, 2))
     ]
     return [c for c in found if _workgroup_memory(c) <= target.max_workgroup_memory]
 
@@ -198,7 +180,7 @@ FORWARD = Kernel(
     },
     writes={"out": "batch seqlen d_out", "lse?": "batch n_heads seqlen"},
     options=_HEADS,
-    choose=_tiles(columns=8, largest=16),
+    choose=_tiles,
     alternatives=_alternatives,
     grid=_grid("n_heads"),
     vec4=_vec4("qkv", "cache", "out"),
@@ -228,7 +210,7 @@ BACKWARD_Q = Kernel(
     reads=_SAVED,
     writes={"dqkv": "batch seqlen d_qkv"},
     options=_HEADS,
-    choose=_tiles(columns=8, largest=12),
+    choose=_tiles,
     alternatives=_alternatives,
     grid=_grid("n_heads"),
     vec4=_vec4("qkv", "dout", "dqkv"),
@@ -241,7 +223,7 @@ BACKWARD_KV = Kernel(
     reads=_SAVED,
     writes={"dqkv": "batch seqlen d_qkv"},
     options=_HEADS,
-    choose=_tiles(columns=4, largest=12),
+    choose=_tiles,
     alternatives=_alternatives,
     grid=_grid("n_kv_heads"),
     vec4=_vec4("qkv", "dout", "dqkv"),
