@@ -414,6 +414,7 @@ BAD = [
     (["--config=data.toml"], r"\[data\] has no 'path'; did you mean 'paths'", 1),
     (["--config=dtype.toml"], r"\[data\] dtype is 'int8'; allowed: 'uint16' or 'uint32'", 1),
     (["--config=paths.toml"], r"\[data\] paths is 5; allowed: a list of paths", 1),
+    (["--config=pack.toml"], r"\[data\] pack is 1; allowed: true or false", 1),
 ]  # fmt: skip
 FILES = {
     "empty.txt": b"",
@@ -428,6 +429,7 @@ FILES = {
     "data.toml": b'[data]\npath = "text.txt"\n',
     "dtype.toml": b'[data]\npaths = ["text.txt"]\ndtype = "int8"\n',
     "paths.toml": b"[data]\npaths = 5\n",
+    "pack.toml": b'[data]\npaths = "text.txt"\npack = 1\n',
 }
 
 
@@ -808,3 +810,28 @@ def test_presets(run):
         run("train", "--data", "text.txt", *args, "--layers=mamba,atention"),
         "no layer is of type 'atention'; did you mean 'attention'[?] known: mamba, attention",
     )
+
+
+# Variable length
+
+
+def test_packs_the_lines_of_a_file_and_goes_on_packed(run):
+    lines = [json.dumps({"text": TEXT.decode()[:n]}) for n in (20, 3, 90, 41) * 4]
+    Path("lines.jsonl").write_text("\n".join(lines))
+    args = ("train", "--data", "lines.jsonl", "--out", "run", *SIZES, "--steps=4")
+    done = run(*args, "--pack", "--stop-after=2", "--eval-fraction=0.2")
+    assert done.code == 0, done.err
+    assert "tokens, documents kept apart, " in done.err
+    refuses(run(*args, "--resume"), "token|documents")
+    Path("pack.toml").write_text('[data]\npaths = "lines.jsonl"\npack = true\n')
+    done = run("train", "--config", "pack.toml", "--out", "run", "--resume")
+    assert done.code == 0, done.err
+    sizes = ("--batch-size=2", "--seq-len=16")
+    apart, together = (
+        json.loads(run("eval", "run", "--data", "text.txt", *sizes, *more).out)
+        for more in (["--pack", "--separator=32"], [])
+    )
+    assert apart["eval_tokens"] == together["eval_tokens"] - TEXT.count(b" ") + 1
+    assert apart["eval_loss"] != together["eval_loss"]
+    refuses(run("eval", "run", "--data", "text.txt", "--separator=32"), "where pack is on only")
+    refuses(run(*args, "--pack", "--separator=256", "--dry-run"), "separator is 256; allowed")

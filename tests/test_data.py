@@ -521,3 +521,91 @@ def test_closes_where_the_loop_raises():
     assert not threads()
     with pytest.raises(ConfigError, match="depth"):
         Prefetcher([], depth=0)
+
+
+# Packed documents, and streams
+
+
+def test_packed_documents_are_numbered_and_predict_nothing_of_the_next():
+    dataset = Dataset.from_documents([[1, 2, 3], [4], [], [5, 6, 7, 8, 9]])
+    assert len(dataset) == 9
+    (batch,) = dataset.batches(2, 4, seed=None)
+    assert batch.inputs.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    # the second row's document begins there, as its number says: none goes on from before
+    assert batch.documents.tolist() == [[0, 0, 0, 1], [1, 1, 1, 1]]
+    x = IGNORED
+    assert batch.targets.tolist() == [[2, 3, x, x], [6, 7, 8, 9]]
+    assert batch.n_targets == 6
+    rows = list(dataset.batches(1, 3, seed=None))
+    assert [b.documents.tolist() for b in rows] == [[[0, 0, 0]], [[1, 2, 2]], [[0, 0]]]
+    assert [b.targets.tolist() for b in rows] == [[[2, 3, x]], [[x, 6, 7]], [[8, 9]]]
+
+
+def test_a_separator_ends_a_document_and_belongs_to_it():
+    dataset = Dataset([1, 2, 0, 3, 0, 0, 4, 5], vocab_size=6, pack=True, separator=0)
+    (batch,) = dataset.batches(1, 7, seed=None)
+    x = IGNORED
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 2, 3]]
+    assert batch.targets.tolist() == [[2, 0, x, 0, x, x, 5]]
+    first, *_ = (b.documents.tolist() for b in dataset.batches(1, 3, seed=None, start=1))
+    assert first == [[1, 1, 2]]
+    train, held_out = dataset.split(0.4)
+    assert (held_out.pack, held_out.separator, train.pack) == (True, 0, True)
+    with pytest.raises(ConfigError, match="separator is 6; allowed"):
+        Dataset([1, 2], vocab_size=6, pack=True, separator=6)
+    with pytest.raises(ConfigError, match="where pack is on only"):
+        Dataset([1, 2], separator=1)
+
+
+def test_packing_changes_neither_inputs_nor_their_order():
+    documents = [np.arange(n) for n in (5, 9, 2, 17, 8)]
+    packed = Dataset.from_documents(documents)
+    plain = Dataset(np.concatenate(documents))
+    for a, b in zip(packed.batches(2, 6, 3), plain.batches(2, 6, 3), strict=True):
+        np.testing.assert_array_equal(a.inputs, b.inputs)
+        counted = a.targets != IGNORED
+        np.testing.assert_array_equal(a.targets[counted], b.targets[counted])
+        assert b.documents is None
+    assert sum(b.n_targets for b in packed.batches(2, 6, 3)) == 41 - 5
+
+
+def test_lines_of_jsonl_are_documents(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "ab"}\n\n{"text": "", "id": 1}\n{"id": 2, "text": "cde"}\n')
+    (tmp_path / "b.txt").write_text("fg")
+    packed = Dataset.from_paths([tmp_path], pack=True)
+    assert [d.ids.tolist() for d in packed.tokens.documents] == [
+        [97, 98],
+        [99, 100, 101],
+        [102, 103],
+    ]
+    assert len(Dataset.from_paths([path])) == path.stat().st_size  # else it is text as any other
+    for line in ("[1]", '{"text": 3}', '{"id": 1}', "{"):
+        path.write_text(f'{{"text": "ab"}}\n{line}\n')
+        with pytest.raises(DataError, match=r'a.jsonl:2: not a JSON object with a string "text"'):
+            Dataset.from_paths([path], pack=True)
+    with pytest.raises(DataError, match="document 1 has shape"):
+        Dataset.from_documents([[1], [[2]]])
+
+
+def test_streams_deal_the_ids_out_to_rows():
+    dataset = Dataset(np.arange(12))
+    batches = list(dataset.batches(2, 4, seed=7, streams=True))
+    assert len(batches) == dataset.n_batches(2, 4, streams=True) == 2
+    assert batches[0].inputs.tolist() == [[0, 1, 2, 3], [6, 7, 8, 9]]
+    assert batches[1].inputs.tolist() == [[4, 5], [10, 11]]
+    assert batches[1].targets.tolist() == [[5, 6], [11, IGNORED]]
+    assert sum(b.n_targets for b in batches) == 11  # each id but the first is predicted once
+    again = list(dataset.batches(2, 4, seed=8, epoch=3, start=1, streams=True))
+    assert [b.inputs.tolist() for b in again] == [batches[1].inputs.tolist()]
+    few = list(Dataset([1, 2]).batches(3, 4, seed=None, streams=True))
+    assert [b.targets.tolist() for b in few] == [[[2], [IGNORED], [IGNORED]]]
+
+
+def test_streams_of_packed_documents_say_where_one_goes_on():
+    dataset = Dataset.from_documents([[1, 2, 3, 4], [5, 6], [7, 8, 9]])
+    first, second = dataset.batches(2, 2, seed=None, streams=True)
+    assert first.inputs.tolist() == [[1, 2], [5, 6]]
+    assert first.documents.tolist() == [[0, 0], [1, 1]]
+    assert second.inputs.tolist() == [[3, 4], [7, 8]]
+    assert second.documents.tolist() == [[0, 0], [1, 1]]

@@ -55,8 +55,9 @@ def as_batch(tokens, targets):
     return Batch(tokens.astype(np.uint32), wanted, int((targets != -100).sum()))
 
 
-def dataset(n_tokens=150, seed=2):
-    return wt.Dataset(np.random.default_rng(seed).integers(0, CONFIG.vocab_size, n_tokens))
+def dataset(n_tokens=150, seed=2, **packing):
+    ids = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, n_tokens)
+    return wt.Dataset(ids, **packing)
 
 
 def settings(**changes):
@@ -676,6 +677,25 @@ def test_twenty_steps_are_seven_and_thirteen(device, tmp_path, accumulation):  #
     assert a == b
     assert logged(tmp_path / "straight") == logged(tmp_path / "run")
     assert_same(moments(straight), moments(second))
+
+
+def test_a_packed_run_goes_on_exactly_and_packed_only(device, tmp_path):
+    data = dataset(pack=True, separator=3)
+    config = settings(steps=6)
+    straight = make(device, **config)
+    straight.fit(data, out=tmp_path / "straight")
+    first = make(device, **config)
+    first.fit(data, out=tmp_path / "run", should_stop=lambda: first.progress.step == 4)
+    second = make(device, weights=9, **config)
+    second.load(tmp_path / "run")
+    with pytest.raises(DataError, match="began on packed documents, these are not"):
+        second.fit(dataset())
+    second.fit(data, out=tmp_path / "run")
+    assert logged(tmp_path / "straight") == logged(tmp_path / "run")
+    plain = make(device, **config)
+    plain.fit(dataset(), out=tmp_path / "plain")
+    assert logged(tmp_path / "plain") != logged(tmp_path / "run")
+    assert second.evaluate(data).loss != second.evaluate(dataset()).loss
 
 
 def test_a_skip_survives_resuming(device, tmp_path):

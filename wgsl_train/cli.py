@@ -88,6 +88,17 @@ RequireOption = Annotated[
 AllowOption = Annotated[
     bool, typer.Option("--allow-cpu-adapter", help="No warning about an adapter on the CPU.")
 ]
+PackOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--pack/--no-pack",
+        help="Keep documents apart, in the state and in the loss: each file is one, and of a .jsonl "
+        'file each line\'s "text".',
+    ),
+]
+SeparatorOption = Annotated[
+    int | None, typer.Option(min=0, help="With --pack, an id that ends a document, too.")
+]
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(help="A tokenizer.json; by default the model's own, or bytes for a new model."),
@@ -271,7 +282,8 @@ def train(
         Path | None,
         typer.Option(
             help="A TOML file with tables [model] and [train], whose keys are the options below, "
-            "and [data], whose keys are paths, tokenizer and dtype. Options override it."
+            "and [data], whose keys are paths, tokenizer, dtype, pack and separator. Options "
+            "override it."
         ),
     ] = None,
     from_pretrained: Annotated[
@@ -307,6 +319,8 @@ def train(
         bool,
         typer.Option("--tensorboard", help="Write event files for TensorBoard, too, to OUT."),
     ] = False,
+    pack: PackOption = None,
+    separator: SeparatorOption = None,
     tokenizer: TokenizerOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -331,16 +345,17 @@ def train(
     train_config = _train_config(before, tables["train"], preset, _flags(TrainConfig, given))
     source = start or (find_checkpoint(from_pretrained) if from_pretrained else None)
     paths, tokenizer, kind = _data_settings(tables["data"], config, data, tokenizer, dtype)
+    packing = _packing(tables["data"], config, pack, separator)
     tokens = load_tokenizer(tokenizer or (source if source and _has_tokenizer(source) else None))
     sizes = {**tables["model"], **_flags(MambaConfig, given)}
     model_config = _model_config(sizes, source, tokens)
-    dataset = Dataset.from_paths(paths, tokens, kind, model_config.vocab_size)
+    dataset = Dataset.from_paths(paths, tokens, kind, model_config.vocab_size, **packing)
     training, held_out = dataset.split(train_config.eval_fraction)
     opened = _open(device, require_gpu, allow_cpu_adapter)
     adapter = _adapter(model_config, train_config, source)
     layout = _layout(model_config, train_config, adapter, opened.target)
     layout.set_decay(train_config.decays)
-    planned = _plan(model_config, train_config, layout, opened.target)
+    planned = _plan(model_config, train_config, layout, opened.target, training)
     memory = planned.plan.memory()
     for line in _description(
         model_config, train_config, layout, adapter, memory, training, held_out
@@ -382,7 +397,8 @@ def _data_settings(
     dtype: Dtype | None,
 ) -> tuple[list[str], Path | None, Any]:
     """Paths, tokenizer and dtype: of the command line, else of the table [data]."""
-    check_keys(table, ["paths", "tokenizer", "dtype"], f"{config}: [data]")
+    known = ["paths", "tokenizer", "dtype", "pack", "separator"]
+    check_keys(table, known, f"{config}: [data]")
     paths = table.get("paths", [])
     paths = [paths] if isinstance(paths, str) else paths
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
@@ -397,6 +413,19 @@ def _data_settings(
     if tokenizer is None and "tokenizer" in table:
         tokenizer = Path(table["tokenizer"])
     return data or paths, tokenizer, dtype.value if dtype else table.get("dtype", "uint16")
+
+
+def _packing(
+    table: Mapping[str, Any], config: Path | None, pack: bool | None, separator: int | None
+) -> dict[str, Any]:
+    """Whether documents are kept apart, and by what: of the command line, else of [data]."""
+    for name, kind, allowed in (("pack", bool, "true or false"), ("separator", int, "an id")):
+        if name in table and type(table[name]) is not kind:
+            raise ConfigError(f"{config}: [data] {name} is {table[name]!r}; allowed: {allowed}")
+    return {
+        "pack": table.get("pack", False) if pack is None else pack,
+        "separator": table.get("separator") if separator is None else separator,
+    }
 
 
 def _model_config(
@@ -446,7 +475,9 @@ def _has_tokenizer(source: Path) -> bool:
     return any((folder / n).exists() for folder in (source, source.parent) for n in names)
 
 
-def _plan(model: MambaConfig, config: TrainConfig, layout: Layout, target: Target) -> StepPlan:
+def _plan(
+    model: MambaConfig, config: TrainConfig, layout: Layout, target: Target, data: Dataset
+) -> StepPlan:
     return plan_step(
         model,
         layout,
@@ -454,6 +485,7 @@ def _plan(model: MambaConfig, config: TrainConfig, layout: Layout, target: Targe
         config.batch_size,
         config.seq_len,
         update=True,
+        documents=data.pack,
         activation_checkpointing=config.activation_checkpointing,
     )
 
@@ -478,6 +510,7 @@ def _description(
     steps = config.total_steps(data.n_batches(config.batch_size, config.seq_len))
     yield (
         f"data       {len(data):,} tokens"
+        + (", documents kept apart" if data.pack else "")
         + (f", {len(held_out):,} held out" if held_out else "")
         + f"; {steps:,} steps of {config.batch_size * config.gradient_accumulation} x "
         f"{config.seq_len} tokens"
@@ -630,6 +663,8 @@ def evaluate_command(
     data: DataOption,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 8,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 256,
+    pack: PackOption = None,
+    separator: SeparatorOption = None,
     tokenizer: TokenizerOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -641,7 +676,8 @@ def evaluate_command(
     tokens = load_tokenizer(tokenizer or source)
     vocab_size = _model_config({}, source, tokens).vocab_size
     kind: Any = (dtype or Dtype.uint16).value
-    dataset = Dataset.from_paths(data, tokens, kind, vocab_size)
+    packing = _packing({}, None, pack, separator)
+    dataset = Dataset.from_paths(data, tokens, kind, vocab_size, **packing)
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     out.print(json.dumps(evaluate(loaded, dataset, batch_size, seq_len).record()))
 
@@ -653,6 +689,8 @@ def compare_command(
     data: DataOption,
     batch_size: BatchSizeOption = 8,
     seq_len: SeqLenOption = 256,
+    pack: PackOption = None,
+    separator: SeparatorOption = None,
     tokenizer: TokenizerOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -668,7 +706,8 @@ def compare_command(
     tokens = load_tokenizer(tokenizer or sources[0])
     vocab_size = min(_model_config({}, source, tokens).vocab_size for source in sources)
     kind: Any = (dtype or Dtype.uint16).value
-    dataset = Dataset.from_paths(data, tokens, kind, vocab_size)
+    packing = _packing({}, None, pack, separator)
+    dataset = Dataset.from_paths(data, tokens, kind, vocab_size, **packing)
     opened = _open(device, require_gpu, allow_cpu_adapter)
     first, second = (Model.from_pretrained(source, opened) for source in sources)
     out.print(json.dumps(compare(first, second, dataset, batch_size, seq_len).record()))

@@ -11,7 +11,7 @@ import glob
 import json
 import os
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ IGNORED = 0xFFFFFF9C  # -100 as u32: a target that does not count
 TOKENIZER = "tokenizer.json"  # in a run's folder; the name that Hugging Face uses
 BYTES_NOTE = "wgsl_train_tokenizer.json"  # stands there instead where tokens are bytes
 TOKEN_FILES = (".bin", ".npy")
+LINES = ".jsonl"  # where documents are kept apart: one a line
 BLOCK = 1 << 22  # elements looked at together while a large file is checked
 
 Array = npt.NDArray[Any]
@@ -159,7 +160,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Document:
-    """The token ids of one file: one axis, integers. They may lie on disk still."""
+    """The token ids of a file, or of a line of one: one axis, integers. They may lie on disk still."""
 
     source: str
     ids: Array
@@ -186,6 +187,14 @@ class Tokens:
             out[done : done + part.size] = part
             done, i = done + part.size, i + 1
         return out
+
+    def begins(self, start: int, stop: int) -> Array:
+        """For each position start..stop, whether a document begins there; one of the first is left
+        out."""
+        ends = self._ends[bisect_left(self._ends, start) : bisect_left(self._ends, stop)]
+        begins = np.zeros(stop - start, bool)
+        begins[np.array(ends, np.int64) - start] = True
+        return begins
 
     def check(self, vocab_size: int) -> None:
         """Raises DataError naming file, position and id where an id is not in [0, vocab_size)."""
@@ -250,10 +259,12 @@ def load_tokens(
     paths: Iterable[AnyPath],
     tokenizer: Tokenizer | None = None,
     dtype: Literal["uint16", "uint32"] = "uint16",
+    lines: bool = False,
 ) -> Tokens:
     """Files as token ids: text through the tokenizer (bytes by default), .npy and .bin as they are.
 
     dtype   of the ids in .bin files, which are raw and little-endian
+    lines   read each line of a .jsonl file as a document, an object whose "text" it is
 
     Token files are memory-mapped. Raises DataError naming the file, and what to do, where one is
     missing, empty, unreadable, not text, or where text and token files are mixed.
@@ -268,7 +279,31 @@ def load_tokens(
         )
     if True in kinds:
         return Tokens([_token_file(f, dtype) for f in files])
-    return Tokens([_text_file(f, tokenizer) for f in files])
+    documents: list[Document] = []
+    for file in files:
+        if lines and file.suffix.lower() == LINES:
+            documents += _line_documents(file, tokenizer)
+        else:
+            documents.append(_text_file(file, tokenizer))
+    return Tokens(documents)
+
+
+def _line_documents(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
+    """The documents of a .jsonl file; lines and texts that are empty are none."""
+    for number, line in enumerate(_read(path, "text").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise DataError(
+                f'{path}:{number}: not a JSON object with a string "text", as each line must be'
+            ) from None
+        ids = tokenizer.encode(text)
+        if ids.size:
+            yield Document(f"{path}:{number}", ids)
 
 
 def _text_file(path: Path, tokenizer: Tokenizer) -> Document:
@@ -336,6 +371,7 @@ def document_ids(
     for name, given in (("documents", documents), ("attention_mask", attention_mask)):
         if given is None:
             continue
+        given = np.asarray(given) * 1 if name == "attention_mask" else given  # it may hold booleans
         ids = np.atleast_2d(_integers(given, name))
         if ids.shape != shape:
             raise DataError(f"{name}: {ids.shape}, but tokens are {shape}")
@@ -352,7 +388,7 @@ def _integers(ids: npt.ArrayLike, name: str) -> Array:
         raise DataError(f"{name}: rows of one length are needed: {error}") from None
     if not array.size:
         return array.astype(np.uint32)
-    if array.dtype.kind not in "iub":
+    if array.dtype.kind not in "iu":
         raise DataError(f"{name}: holds {array.dtype}; only integers are ids")
     return array
 
@@ -366,8 +402,8 @@ class Batch:
 
     targets     for each input the id that follows it; IGNORED where there is nothing to predict
     n_targets   how many of the targets count
-    documents   which document each input is of: ids that do not decrease along a row. None: a row
-                is one document
+    documents   which document each input is of: ids that do not decrease along a row, and begin
+                with 0 where the first document goes on from before. None: a row is one document
     """
 
     inputs: Ids
@@ -384,20 +420,37 @@ class Dataset:
 
     tokens      `Tokens`, or integers along one axis
     vocab_size  if given, ids outside [0, vocab_size) raise DataError here; see `check`
+    pack        keep documents apart: batches say which document each id is of, and no document's
+                last id has a target. A document may go on from one chunk to the next
+    separator   where packed, an id that ends a document, and belongs to it; each document of
+                `Tokens` is one, too
 
-    Raises DataError for fewer than 2 tokens.
+    Raises DataError for fewer than 2 tokens, ConfigError for a separator without packing.
     """
 
-    def __init__(self, tokens: Tokens | npt.ArrayLike, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Tokens | npt.ArrayLike,
+        vocab_size: int | None = None,
+        *,
+        pack: bool = False,
+        separator: int | None = None,
+    ) -> None:
         if not isinstance(tokens, Tokens):
             array = _integers(tokens, "tokens")
             if array.ndim != 1:
                 raise DataError(f"tokens have shape {array.shape}; they must lie along one axis")
             tokens = Tokens([Document("tokens", array)])
-        self.tokens = tokens
+        if separator is not None and not pack:
+            raise ConfigError(f"separator is {separator}: it ends documents where pack is on only")
+        self.tokens, self.pack, self.separator = tokens, pack, separator
         self._start, self._stop = 0, len(tokens)
         self._need_two("the data")
         if vocab_size is not None:
+            if separator is not None and not 0 <= separator < vocab_size:
+                raise ConfigError(
+                    f"separator is {separator}; allowed: an id of the vocabulary, below {vocab_size}"
+                )
             self.check(vocab_size)
 
     @classmethod
@@ -407,9 +460,28 @@ class Dataset:
         tokenizer: Tokenizer | None = None,
         dtype: Literal["uint16", "uint32"] = "uint16",
         vocab_size: int | None = None,
+        *,
+        pack: bool = False,
+        separator: int | None = None,
     ) -> Self:
-        """A dataset of files, folders and glob patterns: see `load_tokens`."""
-        return cls(load_tokens(paths, tokenizer, dtype), vocab_size)
+        """A dataset of files, folders and glob patterns: see `load_tokens`.
+
+        Where packed, a document is a file, or a line of a .jsonl file.
+        """
+        tokens = load_tokens(paths, tokenizer, dtype, lines=pack)
+        return cls(tokens, vocab_size, pack=pack, separator=separator)
+
+    @classmethod
+    def from_documents(
+        cls, documents: Iterable[npt.ArrayLike], vocab_size: int | None = None
+    ) -> Self:
+        """A packed dataset of documents, each of integers along one axis."""
+        arrays = [_integers(ids, f"document {i}") for i, ids in enumerate(documents)]
+        for i, ids in enumerate(arrays):
+            if ids.ndim != 1:
+                raise DataError(f"document {i} has shape {ids.shape}; it must lie along one axis")
+        named = [Document(f"document {i}", ids) for i, ids in enumerate(arrays) if ids.size]
+        return cls(Tokens(named), vocab_size, pack=True)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -437,7 +509,8 @@ class Dataset:
 
     def _part(self, start: int, stop: int) -> Self:
         part = type(self).__new__(type(self))
-        part.tokens, part._start, part._stop = self.tokens, start, stop
+        part.tokens, part.pack, part.separator = self.tokens, self.pack, self.separator
+        part._start, part._stop = start, stop
         return part
 
     def _need_two(self, what: str) -> None:
@@ -447,24 +520,46 @@ class Dataset:
                 "one to read and one to predict"
             )
 
-    def n_batches(self, batch_size: int, seq_len: int) -> int:
+    def n_batches(self, batch_size: int, seq_len: int, streams: bool = False) -> int:
         """Batches in an epoch."""
         _at_least_one(batch_size=batch_size, seq_len=seq_len)
+        if streams:
+            return -(-self._stream(batch_size) // seq_len)
         chunks, tail = divmod(len(self) - 1, seq_len)
         return -(-chunks // batch_size) + (tail > 0)
 
+    def _stream(self, batch_size: int) -> int:
+        """Ids that a row reads where the whole is dealt out to rows."""
+        return -(-(len(self) - 1) // batch_size)
+
     def batches(
-        self, batch_size: int, seq_len: int, seed: int | None, epoch: int = 0, start: int = 0
+        self,
+        batch_size: int,
+        seq_len: int,
+        seed: int | None,
+        epoch: int = 0,
+        start: int = 0,
+        streams: bool = False,
     ) -> Iterator[Batch]:
         """The batches of one epoch, from batch number `start` on.
 
         seed    decides, with the epoch, in which order the chunks come; None: as they lie.
                 Order, and so the place to resume at, depend on nothing else. The shorter chunk
                 comes last
+        streams deal the ids out to batch_size rows of equal length instead: from one batch to the
+                next, each row goes on where it was. What the last row lacks is ignored targets
 
         Raises ConfigError where batch_size or seq_len is below 1.
         """
-        total = self.n_batches(batch_size, seq_len)
+        total = self.n_batches(batch_size, seq_len, streams)
+        if streams:
+            stream = self._stream(batch_size)
+            places = [(n * seq_len, min(seq_len, stream - n * seq_len)) for n in range(total)]
+            rows = range(0, batch_size * stream, stream)
+            return (
+                self._batch([row + place for row in rows], length)
+                for place, length in places[start:]
+            )
         chunks, tail = divmod(len(self) - 1, seq_len)
         if seed is None:
             order = np.arange(chunks)
@@ -484,10 +579,30 @@ class Dataset:
         return make()
 
     def _batch(self, starts: list[int], length: int) -> Batch:
-        rows = [self._start + s for s in starts]
-        ids = np.stack([self.tokens.read(r, r + length + 1) for r in rows])
-        inputs, targets = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
-        return Batch(inputs, targets, targets.size)
+        ids = np.zeros((len(starts), length + 1), np.uint32)
+        ignored = np.ones(ids.shape, bool)
+        begins = np.zeros(ids.shape, bool)
+        for row, start in enumerate(starts):
+            first = self._start + start
+            count = min(first + length + 1, self._stop) - first  # fewer at the end of a stream
+            if count > 1:
+                ids[row, :count] = self.tokens.read(first, first + count)
+                ignored[row, :count] = False
+                if self.pack:
+                    begins[row, :count] = self._begins(first, ids[row, :count])
+        targets = np.where((ignored | begins)[:, 1:], np.uint32(IGNORED), ids[:, 1:])
+        documents = begins[:, :-1].cumsum(1, dtype=np.uint32) if self.pack else None
+        inputs = np.ascontiguousarray(ids[:, :-1])
+        return Batch(inputs, targets, int((targets != IGNORED).sum()), documents)
+
+    def _begins(self, first: int, ids: Ids) -> Array:
+        """For each of the ids from a position on, whether a document begins there."""
+        begins = self.tokens.begins(first, first + ids.size)
+        if self.separator is not None:
+            begins[1:] |= ids[:-1] == self.separator
+            if first > self._start:
+                begins[0] |= self.tokens.read(first - 1, first)[0] == self.separator
+        return begins
 
 
 def _at_least_one(**sizes: int) -> None:

@@ -126,6 +126,7 @@ class Progress:
     batch         micro-batches of this epoch already used
     tokens        read so far
     data_tokens   of the whole data; 0 before `fit`
+    packed        1 where the data's documents are kept apart
     """
 
     step: int = 0
@@ -133,6 +134,7 @@ class Progress:
     batch: int = 0
     tokens: int = 0
     data_tokens: int = 0
+    packed: int = 0
 
 
 class Trainer:
@@ -394,7 +396,12 @@ class Trainer:
                 f"the run began on {progress.data_tokens:,} tokens, these data have "
                 f"{len(dataset):,}: it can go on with the same data only"
             )
-        progress.data_tokens = len(dataset)
+        if progress.data_tokens and progress.packed != dataset.pack:
+            raise DataError(
+                f"the run began on {'packed' if progress.packed else 'unpacked'} documents, these "
+                f"are {'packed' if dataset.pack else 'not'}: it can go on in the same way only"
+            )
+        progress.data_tokens, progress.packed = len(dataset), int(dataset.pack)
         unlogged: list[tuple[StepResult, int]] = []  # with their epochs
         clock, tokens, first = _Clock(), progress.tokens, progress.step + 1
         reload = HotReload(self.model, hot_reload) if hot_reload else None
