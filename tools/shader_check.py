@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,26 @@ KEPT = {"config", "device", "encoder", "errors", "kernel", "plan", "tuned"}
 class Checker:
     """Checks kernels on a device, and keeps the last right version of each to time beside.
 
+    timer   another device of the same adapter, on which kernels are timed: where a driver compiles
+            at the first run, it does so while the first device compares
     batch, seqlen, d_model   of the training step at whose sizes kernels are timed
-    at    other sizes to time at, as "rows=4096 d_model=512"
+    at      other sizes to time at, as "rows=4096 d_model=512"
+    soon    seconds of comparing, before the speed is measured and told
     """
 
-    def __init__(self, device: Device, batch: int, seqlen: int, d_model: int, at: str = "") -> None:
-        self.device, self.buffers = device, Buffers(device)
-        self.sizes, self.at = (batch, seqlen, d_model), at
+    def __init__(
+        self,
+        device: Device,
+        timer: Device,
+        *,
+        batch: int,
+        seqlen: int,
+        d_model: int,
+        at: str = "",
+        soon: float = 1.0,
+    ) -> None:
+        self.device, self.timer, self.buffers = device, timer, Buffers(device)
+        self.sizes, self.at, self.soon = (batch, seqlen, d_model), at, soon
         self._right: dict[str, Any] = {}  # trials
         self.declare()
 
@@ -47,7 +60,7 @@ class Checker:
     def ceilings(self) -> Ceilings | None:
         """What the adapter reaches; None where it has no clock."""
         timed = "timestamp-query" in self.device.target.features
-        return measure_ceilings(self.device) if timed else None
+        return measure_ceilings(self.timer) if timed else None
 
     def declare(self) -> None:
         """Take in declarations and oracles as they are now. Raises what their modules raise."""
@@ -85,32 +98,73 @@ class Checker:
                 check_keys([pattern], KERNELS, "wgsl_train/ops")
         return [n for n in KERNELS if any(fnmatchcase(n, pattern) for pattern in patterns)]
 
-    def check(self, name: str) -> tuple[bool, str]:
+    def check(self, name: str) -> Iterator[tuple[bool, str] | None]:
         """Render, compile, compare and time a kernel by its templates as they are now.
 
-        Returns whether it is right, and what to print. Raises what an oracle raises.
+        Yields whether it is right, and what to print: soon, and once more when all cases are done,
+        if some were left; None in between, where it may be ended. Raises what an oracle raises.
         """
         ceilings = self.ceilings
         begin = time.perf_counter()
+        trial = None
         try:
             use_templates(Templates(SHADER_DIR), [name])
-            cases, error = 0, 0.0
-            for variant in self._harness.variants(name, [self.device.target.kind]):
-                for accumulate in [True, False] if variant.kernel.adds else [True]:
-                    rng = np.random.default_rng(0)
-                    found = self._harness.examine(variant, self.buffers, rng, accumulate)
-                    cases, error = cases + 1, max(error, found.error)
-                    if found.faults:
-                        how = "" if accumulate else ", overwriting"
-                        text = f"WRONG  {variant.case}{how}: {'; '.join(found.faults)}"
-                        text += f"; greatest relative error {found.error:.1e}"
-                        return False, text
-            speed = self._time(name, ceilings) if ceilings else "not timed: no timestamp queries"
+            cases = self._cases(name)  # which renders all of them
+            if ceilings:
+                where, like = self._like(name)
+                trial = self._trial(Buffers(self.timer), like, self.timer.target)
+                trial.write(trial.draw())
+                trial.encoder.run("forward")  # it compiles meanwhile
+            error, told = 0.0, 0
+            for done, (variant, accumulate) in enumerate(cases, 1):
+                rng = np.random.default_rng(0)
+                found = self._harness.examine(variant, self.buffers, rng, accumulate)
+                error = max(error, found.error)
+                if found.faults:
+                    how = "" if accumulate else ", overwriting"
+                    text = f"WRONG  {variant.case}{how}: {'; '.join(found.faults)}"
+                    yield False, f"{text}; greatest relative error {found.error:.1e}"
+                    return
+                last = done == len(cases)
+                if not told and (last or time.perf_counter() - begin > self.soon):
+                    told = done
+                    speed = self._speed(trial, where, ceilings) if ceilings else "not timed"
+                    text = _verdict(f"{done}" if last else f"{done} of {len(cases)}", error, begin)
+                    text = f"{text}\n    {speed}"
+                elif last:
+                    text = _verdict(f"all {len(cases)}", error, begin)
+                else:
+                    yield None
+                    continue
+                if last and trial:
+                    self._keep(name, trial)
+                    trial = None
+                yield True, text
         except WgslTrainError as err:
-            return False, f"ERROR  {err}"
-        seconds = time.perf_counter() - begin
-        text = f"OK  {cases} cases, greatest relative error {error:.1e}; took {seconds:.2f} s"
-        return True, f"{text}\n    {speed}"
+            yield False, f"ERROR  {err}"
+        finally:
+            if trial:
+                trial.encoder.buffers.free()
+
+    def _keep(self, name: str, trial: Any) -> None:
+        """The version that was just found right is what the next one is timed beside."""
+        if before := self._right.pop(name, None):
+            before.encoder.buffers.free()
+        self._right[name] = trial
+
+    def _cases(self, name: str) -> list[tuple[Any, bool]]:
+        """Variants, and whether they add to what is there; those that compile fastest first."""
+        target = self.device.target
+
+        def lines(case: tuple[Any, bool]) -> int:
+            return int(self._harness.planned(case[0], target).render().source.count("\n"))
+
+        cases = [
+            (variant, accumulate)
+            for variant in self._harness.variants(name, [target.kind])
+            for accumulate in ([True, False] if variant.kernel.adds else [True])
+        ]
+        return sorted(cases, key=lines)
 
     def _like(self, name: str) -> tuple[str, Dispatch]:
         """What to time, and at what sizes it is."""
@@ -128,12 +182,9 @@ class Checker:
         ]
         return max(cases, key=lambda case: case[1].nbytes + case[1].flops)
 
-    def _time(self, name: str, ceilings: Ceilings) -> str:
-        """Time it in turns with its last right version, whose place it takes."""
-        where, like = self._like(name)
-        before = self._right.get(name)
-        trial = self._trial(Buffers(self.device), like, self.device.target)
-        trial.write(trial.draw())
+    def _speed(self, trial: Any, where: str, ceilings: Ceilings) -> str:
+        """What a trial takes, measured in turns with the last right version."""
+        before = self._right.get(trial.dispatch.kernel.name)
         warm_up(trial.encoder, "forward", seconds=0.05)
         rounds = int(min(50, max(5, MEASURE / max(trial.seconds(), 1e-6))))
         new, old = [], []
@@ -141,9 +192,6 @@ class Checker:
             new.append(max(trial.seconds(repeats=1), 1e-9))
             if before:
                 old.append(max(before.seconds(repeats=1), 1e-9))
-        if before:
-            before.encoder.buffers.free()
-        self._right[name] = trial
         seconds = min(new)  # other work on the machine only adds
         d = trial.dispatch
         rate, flops = d.nbytes / seconds, d.flops / seconds
@@ -153,6 +201,11 @@ class Checker:
             text += f", {flops / 1e9:.2f} GFLOP/s"
             text += f" ({flops / ceilings.flops_per_s:.0%} of arithmetic)"
         return f"{text}; {_change(new, old)}" if old else text
+
+
+def _verdict(cases: str, error: float, begin: float) -> str:
+    seconds = time.perf_counter() - begin
+    return f"OK  {cases} cases, greatest relative error {error:.1e}; took {seconds:.2f} s"
 
 
 def _change(new: list[float], old: list[float]) -> str:

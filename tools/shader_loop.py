@@ -25,7 +25,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,18 +39,19 @@ REST = 100  # milliseconds without another save, before one is looked at: editor
 
 
 def work(connection: Connection, args: argparse.Namespace) -> None:
-    """Answer requests (declare, changed), as `Loop.check` makes them.
+    """Answer requests (number, declare, changed), as `Loop.check` makes them.
 
-    Answers are ("start", kernel) and ("done", kernel, right, text) of one kernel after another,
-    then ("end",); or ("gone",) where a new process must go on. ("fatal", text, exit status) is the
-    only answer where the loop makes no sense.
+    Every answer begins with the request's number. ("about", kernel) and ("done", kernel, right,
+    text) tell of one kernel after another, then ("soon",). Cases that took too long for that
+    follow: again about and done, then ("all",), unless another request has come. ("gone",) ends
+    this process, so that a new one goes on; ("fatal", text, exit status) ends the loop.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process ends this one
     checker: Any = None
     stale = False  # whether declarations were changed since they were read
     while True:
         try:
-            declare, changed = connection.recv()
+            number, declare, changed = connection.recv()
         except EOFError:
             return
         try:
@@ -59,28 +59,48 @@ def work(connection: Connection, args: argparse.Namespace) -> None:
                 checker = _checker(args)
                 names = checker.names(args.kernels)
             elif stale := stale or declare:
+                changed = None
                 checker.declare()
                 names, stale = checker.names(args.kernels), False
         except Exception as error:
             status = {"ConfigError": 1, "DeviceError": 3}.get(type(error).__name__)
             if status and not stale:
-                connection.send(("fatal", str(error), status))
+                connection.send((number, "fatal", str(error), status))
                 return
-            connection.send(("done", "declarations", False, f"ERROR  {place(error)}"))
-            connection.send(("end",) if stale else ("gone",))
+            connection.send((number, "done", "declarations", False, f"ERROR  {place(error)}"))
+            connection.send((number, "all" if stale else "gone"))
             if stale:
                 continue
             return
+        later = []
         for name in names:
-            if changed is not None and name not in changed:
-                continue
-            connection.send(("start", name))
-            try:
-                right, text = checker.check(name)
-            except Exception as error:  # an oracle's, or a declaration's
-                right, text = False, f"ERROR  {place(error)}"
-            connection.send(("done", name, right, text))
-        connection.send(("end",))
+            if changed is None or name in changed:
+                reports = checker.check(name)
+                if _tell(connection, number, name, reports, soon=True):
+                    later.append((name, reports))
+        connection.send((number, "soon"))
+        for name, reports in later:
+            if not connection.poll():
+                _tell(connection, number, name, reports, soon=False)
+            reports.close()
+        if not connection.poll():
+            connection.send((number, "all"))
+
+
+def _tell(connection: Connection, number: int, name: str, reports: Any, soon: bool) -> bool:
+    """Pass on reports: up to the first, or all until another request comes. Whether more may."""
+    connection.send((number, "about", name))
+    try:
+        for report in reports:
+            if report:
+                connection.send((number, "done", name, *report))
+            if soon and report:
+                return True
+            if not soon and connection.poll():
+                return True
+    except Exception as error:  # an oracle's, or a declaration's
+        connection.send((number, "done", name, False, f"ERROR  {place(error)}"))
+    return False
 
 
 def _checker(args: argparse.Namespace) -> Any:
@@ -88,14 +108,16 @@ def _checker(args: argparse.Namespace) -> Any:
 
     from wgsl_train.device import request_device
 
-    device = request_device(args.device, quiet=True)
+    device, timer = (request_device(args.device, quiet=True) for _ in range(2))
     small = device.is_cpu
     return Checker(
         device,
-        args.batch_size or (4 if small else 8),
-        args.seq_len or (128 if small else 1024),
-        args.d_model or (128 if small else 768),
-        args.at,
+        timer,
+        batch=args.batch_size or (4 if small else 8),
+        seqlen=args.seq_len or (128 if small else 1024),
+        d_model=args.d_model or (128 if small else 768),
+        at=args.at,
+        soon=args.soon,
     )
 
 
@@ -123,25 +145,22 @@ class Loop:
         self._args = args
         self._worker: Any = None
         self._connection: Any = None
+        self._number = 0  # of the last request
+        self._about = ""  # what the process is at; nothing: it waits for a request
+        self._heard = 0.0  # when it last said something
         self._faults: dict[str, str] = {}  # by kernel: printed, and not mended since
 
-    def check(self, declare: bool = False, changed: set[str] | None = None) -> bool:
-        """Check kernels and print the reports. Returns whether all are right.
+    @property
+    def right(self) -> bool:
+        """Whether nothing is known to be wrong."""
+        return not self._faults
+
+    def check(self, declare: bool = False, changed: set[str] | None = None) -> None:
+        """Have kernels checked, and print what is known soon. What takes longer, `listen` tells.
 
         declare   whether files of Python have changed
         changed   kernels whose templates have; None: any
         """
-        all_right = True
-        for kernel, right, text in self._ask(declare, changed):
-            all_right = all_right and right
-            if right or self._faults.get(kernel) != text:
-                print(f"{time.strftime('%H:%M:%S')} {kernel}  {text}", flush=True)
-            self._faults[kernel] = "" if right else text
-            if kernel != "declarations":
-                self._faults.pop("declarations", None)
-        return all_right
-
-    def _ask(self, declare: bool, changed: set[str] | None) -> Iterator[tuple[str, bool, str]]:
         if self._worker is not None and not self._worker.is_alive():
             self.stop()
         if self._worker is None:
@@ -151,43 +170,64 @@ class Loop:
             self._worker.start()
             other.close()
             changed = None
-        self._connection.send((declare, changed))
-        kernel = "declarations"
-        while True:
+        self._number += 1
+        self._about, self._heard = "declarations", time.monotonic()
+        self._connection.send((self._number, declare, changed))
+        self.listen("soon")
+
+    def listen(self, until: str = "") -> None:
+        """Print what the process tells: until it has said so, or what it has told so far."""
+        while self._about:
+            left = self._heard + self._args.patience - time.monotonic()
             try:
-                if not self._connection.poll(self._args.patience):
-                    self.stop()
-                    yield (
-                        kernel,
-                        False,
-                        f"ERROR  no end after {self._args.patience:g} s: is there a loop without one?",
-                    )
+                if not self._connection.poll(max(left, 0.0) if until else 0.0):
+                    if left <= 0:
+                        about = self.stop()
+                        text = f"ERROR  no end after {self._args.patience:g} s: is there a loop"
+                        self._print(about, False, f"{text} without one?")
                     return
-                answer, *rest = self._connection.recv()
+                number, answer, *rest = self._connection.recv()
             except (EOFError, OSError):
                 self._worker.join()
                 code = self._worker.exitcode
-                self.stop()
-                yield kernel, False, f"ERROR  the driver ended the process, exit code {code}"
+                text = f"ERROR  the driver ended the process, exit code {code}"
+                self._print(self.stop(), False, text)
                 return
+            self._heard = time.monotonic()
+            if number != self._number:
+                continue
             if answer == "fatal":
                 raise LoopError(*rest)
-            if answer == "gone":
+            if answer == "about":
+                (self._about,) = rest
+            elif answer == "done":
+                self._print(*rest)
+            elif answer == "all":
+                self._about = ""
+            elif answer == "gone":
                 self.stop()
-            if answer in ("end", "gone"):
+            if answer == until:
                 return
-            if answer == "start":
-                (kernel,) = rest
-            else:
-                yield tuple(rest)
 
-    def stop(self) -> None:
-        """End the process that works."""
+    def _print(self, kernel: str, right: bool, text: str) -> None:
+        if right or self._faults.get(kernel) != text:
+            print(f"{time.strftime('%H:%M:%S')} {kernel}  {text}", flush=True)
+        if right:
+            self._faults.pop(kernel, None)
+        else:
+            self._faults[kernel] = text
+        if kernel != "declarations":
+            self._faults.pop("declarations", None)
+
+    def stop(self) -> str:
+        """End the process that works. Returns what it was at."""
         if self._worker is not None:
             self._worker.kill()
             self._worker.join()
             self._connection.close()
             self._worker = None
+        about, self._about = self._about, ""
+        return about
 
 
 def run(args: argparse.Namespace) -> int:
@@ -195,7 +235,9 @@ def run(args: argparse.Namespace) -> int:
     loop = Loop(args)
     try:
         if args.once:
-            return 0 if loop.check() else 1
+            loop.check()
+            loop.listen("all")
+            return 0 if loop.right else 1
         from watchfiles import watch
 
         saves = watch(
@@ -211,6 +253,7 @@ def run(args: argparse.Namespace) -> int:
             paths = [Path(path) for _, path in save]
             templates = {path for path in paths if path.suffix == ".wgsl"}
             alone = all(path.parent == SHADERS for path in paths)  # and no include, no Python
+            loop.listen()
             if paths:
                 loop.check(
                     declare=len(templates) < len(paths),
@@ -243,6 +286,12 @@ def main() -> int:
         parser.add_argument(f"--{size}", type=int, help=f"{meaning} of the step to time")
     parser.add_argument(
         "--at", default="", metavar="'NAME=VALUE ...'", help="sizes to time at instead"
+    )
+    parser.add_argument(
+        "--soon",
+        type=float,
+        default=1.0,
+        help="seconds of comparing, before the speed is measured; other cases follow [default: 1]",
     )
     parser.add_argument(
         "--patience", type=float, default=30.0, help="seconds a kernel may take [default: 30]"

@@ -943,6 +943,11 @@ def dev(
     at: Annotated[
         str, typer.Option(help="Sizes to time at instead, such as 'rows=4096 d_model=512'.")
     ] = "",
+    soon: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of comparing before the speed; other cases follow."),
+    ] = 1.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds that a kernel may take.")] = 30.0,
     device: DeviceOption = None,
 ) -> None:
     """Check kernels against their oracles, and time them, each time that their files are saved.
@@ -956,8 +961,8 @@ def dev(
             "the oracles of the kernels are not installed: clone the project, run "
             "`pip install -e '.[loop]'` in it, and use that"
         )
-    given = {"batch-size": batch_size, "seq-len": seq_len, "d-model": d_model, "device": device}
-    given |= {"at": at or None}
+    given: dict[str, Any] = {"batch-size": batch_size, "seq-len": seq_len, "d-model": d_model}
+    given |= {"device": device, "at": at or None, "soon": soon, "patience": patience}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     command = [sys.executable, str(tool), *kernels, *options, *["--once"] * once]
     process = subprocess.Popen(command)
