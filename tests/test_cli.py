@@ -808,7 +808,7 @@ def test_presets(run):
     )
     refuses(
         run("train", "--data", "text.txt", *args, "--layers=mamba,atention"),
-        "no layer is of type 'atention'; did you mean 'attention'[?] known: mamba, attention",
+        "no layer is of type 'atention'; did you mean 'attention'[?] known: mamba, mamba2, attention",
     )
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 KERNEL = "rms_norm_forward"
 LINE = "            out[first + c] = weight[c] * x[first + c] * scale;"  # of its template
 TYPO = LINE.replace("scale;", "scal;")
-STEPS = 400  # more than any test waits for
+STEPS = 1_000_000  # more than any test waits for
 
 
 @pytest.fixture
