@@ -32,8 +32,8 @@ $$ endfor
     // dx of a timestep needs dpre of the {{ halo }} after it: the walk goes on past the run's end.
     for (var t = own.start; t < own.stop + {{ halo }}u; t += {{ unroll }}u) {
 $$ for j in range(unroll)
-        let a{{ halo + j }} = x[x_at(own.sequence, t + {{ j }}u, own.c)];
-        let g{{ j }} = du[u_at(own.sequence, t + {{ j }}u, own.c)];
+        let a{{ halo + j }} = {{ load("x", "x_at(own.sequence, t + " ~ j ~ "u, own.c)") }};
+        let g{{ j }} = {{ load("du", "u_at(own.sequence, t + " ~ j ~ "u, own.c)") }};
 $$ if apart
         let of{{ halo + j }} = document_at(own.sequence, i32(t) + {{ j }});
 $$ endif
@@ -55,10 +55,11 @@ $$ endfor
         }
         if (t + {{ j }}u >= own.start + {{ halo }}u && t + {{ j }}u < own.stop + {{ halo }}u) {
 $$ if apart
-            dx[x_at(own.sequence, t + {{ j }}u - {{ halo }}u, own.c)] = pack(0.0){$ for k in range(d_conv) $} + w{{ k }} * seen(d{{ halo + j - k }}, of{{ halo + j - k }}, of{{ j }}){$ endfor $};
+            let dx{{ j }} = pack(0.0){$ for k in range(d_conv) $} + w{{ k }} * seen(d{{ halo + j - k }}, of{{ halo + j - k }}, of{{ j }}){$ endfor $};
 $$ else
-            dx[x_at(own.sequence, t + {{ j }}u - {{ halo }}u, own.c)] = w0 * d{{ halo + j }}{$ for k in range(1, d_conv) $} + w{{ k }} * d{{ halo + j - k }}{$ endfor $};
+            let dx{{ j }} = w0 * d{{ halo + j }}{$ for k in range(1, d_conv) $} + w{{ k }} * d{{ halo + j - k }}{$ endfor $};
 $$ endif
+            {{ store("dx", "x_at(own.sequence, t + " ~ j ~ "u - " ~ halo ~ "u, own.c)", "dx" ~ j) }}
         }
 $$ endfor
 $$ for k in range(halo)

@@ -25,7 +25,7 @@ $$ endif
 $$ endfor
     for (var t = own.start; t < own.stop; t += {{ unroll }}u) {
 $$ for j in range(unroll)
-        let a{{ d_conv - 1 + j }} = x[x_at(own.sequence, t + {{ j }}u, own.c)];
+        let a{{ d_conv - 1 + j }} = {{ load("x", "x_at(own.sequence, t + " ~ j ~ "u, own.c)") }};
 $$ if apart
         let of{{ d_conv - 1 + j }} = document_at(own.sequence, i32(t) + {{ j }});
 $$ endif
@@ -37,7 +37,7 @@ $$ if apart
 $$ else
             let pre = shift{$ for k in range(d_conv) $} + w{{ k }} * a{{ j + k }}{$ endfor $};
 $$ endif
-            u[u_at(own.sequence, t + {{ j }}u, own.c)] = pre * sigmoid(pre);
+            {{ store("u", "u_at(own.sequence, t + " ~ j ~ "u, own.c)", "pre * sigmoid(pre)") }}
         }
 $$ endfor
 $$ for k in range(d_conv - 1)

@@ -27,5 +27,5 @@ $$ endif
 $$ if "residual" in bound
     value += residual[(r * d_out + o) / {{ width }}u];
 $$ endif
-    out[(r * out_stride + {{ out_start }}u + o) / {{ width }}u] = value;
+    {{ store("out", "(r * out_stride + " ~ out_start ~ "u + o) / " ~ width ~ "u", "value") }}
 }

@@ -20,7 +20,7 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
     var sum = pack(0.0);
     if (own_row < rows) {
         for (var c = lane % {{ lanes }}u; c < {{ columns }}u; c += {{ lanes }}u) {
-            sum += weight[c] * dout[own_row * {{ columns }}u + c] * x[own_row * {{ columns }}u + c];
+            sum += weight[c] * {{ load("dout", "own_row * " ~ columns ~ "u + c") }} * x[own_row * {{ columns }}u + c];
         }
     }
     dots[lane] = fold(sum);
@@ -40,7 +40,7 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
         var dw = pack(0.0);
         for (var r = 0u; r < n_rows; r++) {
             let i = (first_row + r) * {{ columns }}u + c;
-            let d = dout[i];
+            let d = {{ load("dout", "i") }};
             let a = x[i] * row_inv[r];
             {{ add("dx", "i", "row_inv[r] * w * d - a * row_mean[r]") }}
             dw += d * a;

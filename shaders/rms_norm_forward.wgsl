@@ -23,7 +23,7 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
     if (own_row < rows) {
         if (lane % {{ lanes }}u == 0u) { inv[row] = scale; }
         for (var c = lane % {{ lanes }}u; c < {{ columns }}u; c += {{ lanes }}u) {
-            out[first + c] = weight[c] * x[first + c] * scale;
+            {{ store("out", "first + c", "weight[c] * x[first + c] * scale") }}
         }
     }
 }

@@ -17,7 +17,7 @@ fn finish(batch_index: u32, t: u32, channel: u32, slot: u32, sum: f32, D: f32) {
     if (t < seqlen && channel < d_inner) {
         let i = (batch_index * seqlen + t) * d_inner + channel;
         if (slot == 0u) {
-            du_ddt[i] = sum + D * dy[i];
+            du_ddt[i] = sum + D * {{ load("dy", "i") }};
         } else {
             du_ddt[plane + i] = sum * softplus_slope({{ "abs(delta[i])" if resets else "delta[i]" }});
         }

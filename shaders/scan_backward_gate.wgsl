@@ -6,12 +6,12 @@ $$ set count = batch * seqlen * columns
 
 fn element(i: u32) {
     let at = i / {{ columns }}u * {{ 2 * columns }}u + {{ columns }}u + i % {{ columns }}u;
-    let z = xz[at];
+    let z = {{ load("xz", "at") }};
     let e = exp(-abs(z)); // never overflows
     let s = select(e, pack(1.0), z >= pack(0.0)) / (1.0 + e);
-    let dout = dg[i];
-    dg[i] = dout * z * s;
-    dxz[at] = dout * y[i] * s * (1.0 + z * (1.0 - s));
+    let dout = {{ load("dg", "i") }};
+    {{ store("dg", "i", "dout * z * s") }}
+    {{ store("dxz", "at", "dout * " ~ load("y", "i") ~ " * s * (1.0 + z * (1.0 - s))") }}
 }
 
 {$ include "include/each_element.wgsl" $}

@@ -14,9 +14,9 @@ fn finish(batch_index: u32, t: u32, channel: u32, value: f32, z: f32) {
         let i = (batch_index * seqlen + t) * d_inner + channel;
         let e = exp(-abs(z)); // never overflows
 $$ if outputs == 2
-        gy[plane + i] = value;
+        {{ store("gy", "plane + i", "value") }}
 $$ endif
-        gy[i] = value * z * select(e, 1.0, z >= 0.0) / (1.0 + e);
+        {{ store("gy", "i", "value * z * select(e, 1.0, z >= 0.0) / (1.0 + e)") }}
     }
 }
 

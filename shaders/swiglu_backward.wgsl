@@ -7,10 +7,11 @@ $$ set count = rows * columns
 
 fn element(i: u32) {
     let up = i + i / {{ columns }}u * {{ columns }}u;
-    let gate = x[up + {{ columns }}u];
+    let gate = {{ load("x", "up + " ~ columns ~ "u") }};
     let s = sigmoid(gate);
-    let slope = s * (1.0 + gate * (1.0 - s)) * x[up];
-    {{ add("dx", "up", "dout[i] * gate * s") }}
-    {{ add("dx", "up + " ~ columns ~ "u", "dout[i] * slope") }}
+    let slope = s * (1.0 + gate * (1.0 - s)) * {{ load("x", "up") }};
+    let d = {{ load("dout", "i") }};
+    {{ add("dx", "up", "d * gate * s") }}
+    {{ add("dx", "up + " ~ columns ~ "u", "d * slope") }}
 }
 {$ include "include/each_element.wgsl" $}

@@ -7,7 +7,7 @@ $$ set count = rows * columns
 
 fn element(i: u32) {
     let up = i + i / {{ columns }}u * {{ columns }}u;
-    let gate = x[up + {{ columns }}u];
-    out[i] = x[up] * gate * sigmoid(gate);
+    let gate = {{ load("x", "up + " ~ columns ~ "u") }};
+    {{ store("out", "i", load("x", "up") ~ " * gate * sigmoid(gate)") }}
 }
 {$ include "include/each_element.wgsl" $}

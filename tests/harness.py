@@ -15,13 +15,14 @@ from wgsl_train import ops
 from wgsl_train.config import check_keys
 from wgsl_train.encoder import Buffers, Encoder
 from wgsl_train.errors import ConfigError
-from wgsl_train.kernel import ALIGN, ITEMSIZE, KERNELS, PORTABLE, DType, Kernel, Target, Tensor
+from wgsl_train.kernel import ITEMSIZE, KERNELS, PORTABLE, DType, Kernel, Target, Tensor, alignment
 from wgsl_train.plan import Dispatch, Layout, Plan
 
 ops.load_all()
 oracle.load_all()
 
 GUARD = np.float32(-12345.678)  # stands before and after every tensor, and must stay there
+HALF_RTOL = 1e-3  # what an f16 result is held to: it is rounded to 2^-11 of its value
 KINDS = ("portable", "cpu", "integrated", "discrete")
 
 
@@ -36,7 +37,8 @@ class Variant:
     def target(self, target: Target) -> Target:
         key = self.kernel.key(self.dims, self.options)
         tuned = {key: self.case.choices} if self.case.choices else {}
-        return replace(target, kind=self.kind, tuned=tuned)
+        features = target.features | ({"shader-f16"} if self.case.half else set())
+        return replace(target, kind=self.kind, tuned=tuned, features=features)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -56,7 +58,8 @@ class Variant:
         }
 
     def dtype(self, binding: str) -> DType:
-        return self.kernel.dtype(binding, {**self.kernel.options, **self.case.values})
+        values = {**self.kernel.options, **self.case.values, "half": frozenset(self.case.half)}
+        return self.kernel.dtype(binding, values)
 
     def __str__(self) -> str:
         return f"{self.kernel.name}-{self.case}-{self.kind}"
@@ -70,7 +73,8 @@ def variants(name: str, kinds: Sequence[str] = KINDS) -> list[Variant]:
         seen = []
         for kind in kinds:
             variant = Variant(kernel, case, kind)
-            values = kernel.values(variant.target(Target()), variant.dims, variant.options)
+            half = frozenset(case.half)
+            values = kernel.values(variant.target(Target()), variant.dims, variant.options, half)
             if values not in seen:
                 seen.append(values)
                 found.append(variant)
@@ -176,7 +180,7 @@ def run(
     for binding, shape in variant.shapes.items():
         use = kernel.bindings[binding][1]
         dtype = variant.dtype(binding)
-        margin = 4 * ALIGN // ITEMSIZE[dtype]
+        margin = alignment(dtype)
         base = plan.persistent(f"test.{binding}", (math.prod(shape) + 2 * margin,), dtype)
         if use == "adds" and not accumulate:
             base.kind = "activation"
@@ -197,10 +201,11 @@ def run(
         if kernel.bindings[binding][1] == "reads":
             continue
         raw = encoder.read(tensor.root)
-        guards = np.concatenate([raw[:ALIGN], raw[ALIGN + tensor.size :]])
+        start, stop = tensor.offset, tensor.offset + tensor.size
+        guards = np.concatenate([raw[:start], raw[stop:]])
         if not (guards == guards[0]).all():
             faults.append(f"{binding}: wrote outside the tensor")
-        got[binding] = raw[ALIGN : ALIGN + tensor.size].reshape(tensor.shape)
+        got[binding] = raw[start:stop].astype(np.float64).reshape(tensor.shape)
     for tensor in tensors.values():
         buffers.drop(tensor.root)
     return got, faults
@@ -226,7 +231,7 @@ def compare(
     accumulate: bool = True,
 ) -> Found:
     """Results of the GPU beside the oracle's."""
-    kernel, rtol = variant.kernel, oracle.ORACLES[variant.kernel.name].rtol
+    kernel = variant.kernel
     wanted = inspect.signature(oracle.ORACLES[kernel.name].compute).parameters
     found = Found([])
     changed = {b for b, (_, use, _) in kernel.bindings.items() if use != "reads" and b in got}
@@ -236,6 +241,9 @@ def compare(
     for binding, actual in got.items():
         want = np.array(expected[binding], np.float64).reshape(actual.shape)
         untouched = np.isnan(want)
+        rtol = oracle.ORACLES[kernel.name].rtol
+        if variant.dtype(binding) == "f16":
+            rtol = max(rtol, HALF_RTOL)
         if kernel.bindings[binding][1] == "adds" and accumulate:
             want = want + arrays[binding].reshape(want.shape)
             before = arrays[binding].reshape(want.shape)

@@ -294,9 +294,10 @@ class Encoder:
         return self.buffers.read_buffer(self.buffer(tensor), tensor)
 
     def poison(self) -> None:
-        """Fill all activations with NaN bit patterns: a read of unwritten memory then shows."""
+        """Fill all activations with bits that are NaN in f32 and f16: a read of unwritten memory
+        then shows."""
         for buffer in self._activations.values():
-            nan = np.full(min(int(buffer.size), _UPLOAD_CHUNK) // 4, 0x7FC00000, np.uint32)
+            nan = np.full(min(int(buffer.size), _UPLOAD_CHUNK) // 4, 0x7FC07FC0, np.uint32)
             for start in range(0, int(buffer.size), _UPLOAD_CHUNK):
                 count = min(_UPLOAD_CHUNK, int(buffer.size) - start) // 4
                 self.device.wgpu.queue.write_buffer(buffer, start, nan[:count])

@@ -68,8 +68,8 @@ PORTABLE = Target()
 class Tensor:
     """A named array that a plan needs. Describes memory; owns none.
 
-    dtype     f16 and i8 are forms of storage: shaders read them as words of 32 bits, little end
-              first, and compute in f32
+    dtype     f16 and i8 are forms of storage: shaders compute in f32. Parameters of these are read
+              as words of 32 bits, little end first; activations of f16 as such
     kind      activation: lives from its first write to its last read in a step, so that memory
               is shared; persistent: keeps its contents between steps; param, grad, moment: a
               part of the flat buffers
@@ -112,7 +112,7 @@ class Tensor:
     def view(self, offset: int, shape: tuple[int, ...], name: str = "") -> Tensor:
         """Elements from `offset` on, with a shape of their own. Offsets are multiples of ALIGN
         words of 32 bits."""
-        align = 4 * ALIGN // ITEMSIZE[self.dtype]
+        align = alignment(self.dtype)
         if offset % align:
             raise ShapeError(
                 f"a view of {self.name} at element {offset}: not a multiple of {align}"
@@ -124,6 +124,11 @@ class Tensor:
         """Rows start..stop of this tensor with all axes but the last folded: (stop-start, last)."""
         last = self.shape[-1]
         return self.view(start * last, (stop - start, last), f"{self.name}[{start}:{stop}]")
+
+
+def alignment(dtype: DType) -> int:
+    """Elements of which a tensor's views start at multiples."""
+    return 4 * ALIGN // ITEMSIZE[dtype]
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -143,6 +148,11 @@ def spread(groups: int) -> Grid:
     """
     x = min(groups, 65535)
     return (x, ceil_div(groups, x), 1)
+
+
+def itemsize(values: Values, binding: str) -> int:
+    """Bytes of an element of an activation as a dispatch has it."""
+    return ITEMSIZE["f16" if binding in values["half"] else "f32"]
 
 
 def elementwise(count: Callable[[Values], int], per_group: int = 256) -> Callable[[Values], Grid]:
@@ -355,6 +365,9 @@ class Kernel:
     stored   values -> dtypes of the bindings that may be stored as f16 or i8: arrays of u32, or
              of vec2<u32> for f16 that is among vec4
     flops    values -> floating-point operations, for the profiler
+    half     bindings of activations, which a dispatch may give as f16: real halves, for devices
+             with the feature shader-f16. Templates reach them by `load` and `store`, which
+             convert from and to f32; values["half"] holds those of a dispatch
     traffic  values -> bytes moved; by default each bound element once (twice where added into)
     """
 
@@ -369,6 +382,7 @@ class Kernel:
     vec4: Callable[[Values], Iterable[str]] = lambda v: ()
     u32: frozenset[str] = frozenset()
     stored: Callable[[Values], Mapping[str, DType]] = lambda v: {}
+    half: frozenset[str] = frozenset()
     flops: Callable[[Values], int] = lambda v: 0
     traffic: Callable[[Values], int] | None = None
 
@@ -417,11 +431,13 @@ class Kernel:
             raise ShapeError(f"{self.name}: {empty[0]} is {dims[empty[0]]}, must be at least 1")
         return dims
 
-    def values(self, target: Target, dims: Values, options: Values) -> dict[str, Any]:
-        """Dims, options and tuning choices of a dispatch, together."""
+    def values(
+        self, target: Target, dims: Values, options: Values, half: frozenset[str] = frozenset()
+    ) -> dict[str, Any]:
+        """Dims, options and tuning choices of a dispatch, together; and which bindings are f16."""
         if unknown := options.keys() - self.options.keys():
             raise ShapeError(f"{self.name} has no option {sorted(unknown)}")
-        values = {**dims, **self.options, **options}
+        values = {**dims, **self.options, **options, "half": half}
         values |= self.choose(target, values)
         if target.tuned:
             values |= target.tuned.get(self.key(dims, options), {})
@@ -429,6 +445,8 @@ class Kernel:
 
     def dtype(self, binding: str, values: Values) -> DType:
         """The dtype of the tensor that a binding takes."""
+        if binding in values.get("half", ()):
+            return "f16"
         return "u32" if binding in self.u32 else self.stored(values).get(binding, "f32")
 
     def key(self, dims: Values, options: Values) -> str:
@@ -457,25 +475,41 @@ class Kernel:
 
         Raises TemplateError naming the template's file, line and column.
         """
-        bound, accumulate = set(bound), set(accumulate)
+        bound, accumulate, half = set(bound), set(accumulate), values.get("half", ())
         vec4 = set(self.vec4(values)) & bound
-        lines = [f"// {self.name}"]
+        lines = [f"// {self.name}", *(["enable f16;"] if half else [])]
         lines += [f"const {name}: u32 = {size}u;" for name, size in dims.items()]
         for i, name in enumerate(b for b in self.bindings if b in bound):
             access = "read" if self.bindings[name][1] == "reads" else "read_write"
-            plain, wide = _ELEMENTS[self.dtype(name, values)]
+            plain, wide = (
+                ("f16", "vec4<f16>") if name in half else _ELEMENTS[self.dtype(name, values)]
+            )
             element = wide if name in vec4 else plain
             lines.append(
                 f"@group(0) @binding({i}) var<storage, {access}> {name}: array<{element}>;"
             )
 
+        def load(binding: str, index: str) -> str:
+            wide = "vec4f" if binding in vec4 else "f32"
+            return f"{wide}({binding}[{index}])" if binding in half else f"{binding}[{index}]"
+
+        def store(binding: str, index: str, value: str) -> str:
+            narrow = "vec4<f16>" if binding in vec4 else "f16"
+            stored = f"{narrow}({value})" if binding in half else value
+            return f"{binding}[{index}] = {stored};"
+
         def add(binding: str, index: str, value: str) -> str:
-            return f"{binding}[{index}] {'+=' if binding in accumulate else '='} {value};"
+            if binding not in accumulate:
+                return store(binding, index, value)
+            if binding in half:
+                return store(binding, index, f"{load(binding, index)} + ({value})")
+            return f"{binding}[{index}] += {value};"
 
         origins: list[tuple[Span, ...]] = [
             (Span(1, f"{self.name} (generated)", i, 1, False),) for i in range(1, len(lines) + 1)
         ]
-        given = {"bound": bound, "vec4": vec4, "accumulate": accumulate, "add": add}
+        given = {"bound": bound, "vec4": vec4, "accumulate": accumulate}
+        given |= {"load": load, "store": store, "add": add}
         for line in self.templates.render(f"{self.name}.wgsl", {**values, **given}).split("\n"):
             code, spans = _unmark(line)
             if code:

@@ -353,10 +353,20 @@ class Plan:
     parameters' gradients, which the encoder clears at the start of a step; an activation's
     gradient is overwritten by its first contribution and added into by the others, so that it
     needs no clearing.
+
+    storage   dtype of the wide activations that models keep for the backward pass: f32, or f16
+              where the target has shader-f16
     """
 
-    def __init__(self, layout: Layout, target: Target = PORTABLE, training: bool = True) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        target: Target = PORTABLE,
+        training: bool = True,
+        storage: DType = "f32",
+    ) -> None:
         self.layout, self.target, self.training = layout, target, training
+        self.storage = storage
         self.sections: dict[str, list[Dispatch]] = {"forward": [], "backward": [], "update": []}
         self.section = "forward"  # where dispatch() appends
         self.constants: dict[Tensor, Sequence[int]] = {}  # persistent tensors filled once
@@ -419,11 +429,11 @@ class Plan:
         return self.layout.param(name)
 
     def grad(self, of: Tensor) -> Tensor:
-        """The gradient of an activation; made at the first call."""
+        """The gradient of an activation, stored like it; made at the first call."""
         while of in self._alias:
             of = self._alias[of]
         if of not in self._grads:
-            self._grads[of] = self._new(Tensor(f"d{of.name}", of.shape))
+            self._grads[of] = self._new(Tensor(f"d{of.name}", of.shape, of.dtype))
         return self._grads[of]
 
     def weight_grad(self, weight: Tensor) -> Tensor | None:
@@ -454,7 +464,8 @@ class Plan:
         }
         dims = kernel.match({name: t.shape for name, t in given.items()})
         tensors = {name: given[name] for name in kernel.bindings if name in given}
-        values = kernel.values(self.target, dims, options)
+        half = frozenset(n for n, t in tensors.items() if n in kernel.half and t.dtype == "f16")
+        values = kernel.values(self.target, dims, options, half)
         accumulate = set()
         for name, tensor in tensors.items():
             use = kernel.bindings[name][1]
@@ -477,6 +488,11 @@ class Plan:
     def _check(self, d: Dispatch) -> None:
         """The rules of WebGPU and the limits of the target, for one dispatch."""
         name, target = d.kernel.name, self.target
+        if d.values["half"] and "shader-f16" not in target.features:
+            raise DeviceError(
+                "storing activations as f16 needs the feature shader-f16, which this adapter does "
+                "not have: use precision f32"
+            )
         if len(d.tensors) > target.max_storage_buffers:
             raise ShapeError(
                 f"{name} binds {len(d.tensors)} buffers, the adapter allows "

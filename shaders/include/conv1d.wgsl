@@ -30,7 +30,7 @@ fn u_at(sequence: u32, t: u32, c: u32) -> u32 {
 // The input before the first timestep of a run: of the same sequence, or carried, or zero.
 fn before(sequence: u32, t: i32, c: u32) -> pack {
     if (t >= 0) {
-        return x[x_at(sequence, u32(t), c)];
+        return {{ load("x", "x_at(sequence, u32(t), c)") }};
     }
 $$ if "state" in bound
     return state[(sequence * context + u32(t + i32(context))) * {{ columns }}u + c];

@@ -42,9 +42,9 @@ $$ endif
 $$ if dtype != "f32"
     let values = four_{{ name }}(i){{ " * " ~ name ~ "_scale[" ~ ("line" if t.along == "k" else "k") ~ "]" if dtype == "i8" }};
 $$ elif aligned
-    let values = {{ t.name }}[i / 4u];
+    let values = {{ load(t.name, "i / 4u") }};
 $$ else
-    let values = vec4f({{ t.name }}[i], {{ t.name }}[i + 1u], {{ t.name }}[i + 2u], {{ t.name }}[i + 3u]);
+    let values = vec4f({{ load(t.name, "i") }}, {{ load(t.name, "i + 1u") }}, {{ load(t.name, "i + 2u") }}, {{ load(t.name, "i + 3u") }});
 $$ endif
 $$ if length % tile_k == 0
     return values;

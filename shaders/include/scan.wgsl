@@ -13,8 +13,8 @@ $$ endif
 
 $$ for name, index in [("u", "row * d_inner + channel"), ("delta", "row * d_inner + channel"), ("dy", "row * d_inner + channel"), ("z", "row * d_xz + d_inner + channel")]
 $$ set array = "xz" if name == "z" else name
-$$ set value = "abs(delta[" ~ index ~ "])" if name == "delta" and resets else array ~ "[" ~ index ~ "]"
 $$ if array in bound
+$$ set value = "abs(delta[" ~ index ~ "])" if name == "delta" and resets else load(array, index)
 fn {{ name }}_at(row: u32, t: u32, channel: u32) -> f32 {
 $$ if ragged
     return select(0.0, {{ value }}, t < seqlen && channel < d_inner);

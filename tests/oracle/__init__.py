@@ -22,19 +22,27 @@ class Case:
 
     leave_out   optional bindings that are not bound
     choices     tuning choices to force, instead of each kind of adapter's own
+    half        bindings that are f16
     """
 
     values: Mapping[str, Any]
     leave_out: tuple[str, ...] = ()
     choices: Mapping[str, int] = field(default_factory=dict)
+    half: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{k}={v}" for k, v in {**self.values, **self.choices}.items()]
-        return ",".join([*parts, *(f"no {n}" for n in self.leave_out)]).replace(" ", "")
+        parts += [f"no {n}" for n in self.leave_out] + [f"f16 {n}" for n in self.half]
+        return ",".join(parts).replace(" ", "")
 
 
-def case(leave_out: tuple[str, ...] = (), choices: Mapping[str, int] | None = None, **values: Any):
-    return Case(values, leave_out, choices or {})
+def case(
+    leave_out: tuple[str, ...] = (),
+    choices: Mapping[str, int] | None = None,
+    half: tuple[str, ...] = (),
+    **values: Any,
+):
+    return Case(values, leave_out, choices or {}, half)
 
 
 Draw = Callable[[np.random.Generator, tuple[int, ...], Mapping[str, Any]], np.ndarray]

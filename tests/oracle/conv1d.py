@@ -73,6 +73,28 @@ def sigmoid(x):
         one=1,
         leave_out=("state",),
     ),
+    case(
+        ("state", "documents"),
+        batch=2,
+        seqlen=9,
+        d_inner=5,
+        x_stride=11,
+        x_start=4,
+        d_conv=4,
+        one=1,
+        half=("x", "u"),
+    ),
+    case(
+        ("state", "documents"),
+        batch=2,
+        seqlen=9,
+        d_inner=8,
+        x_stride=16,
+        x_start=4,
+        d_conv=4,
+        one=1,
+        half=("x", "u"),
+    ),
     draw={"documents": documents},
 )
 def conv1d_silu_forward(x, weight, bias, state, documents, x_start):
@@ -154,6 +176,24 @@ def conv1d_silu_state(x, state, x_start):
         stride=64,
         bias_stride=64,
         run=16,
+    ),
+    *(
+        case(
+            ("documents",),
+            batch=2,
+            seqlen=19,
+            d_inner=d,
+            x_stride=20,
+            x_start=4,
+            d_conv=4,
+            one=1,
+            parts=4,
+            stride=64,
+            bias_stride=64,
+            run=16,
+            half=half,
+        )
+        for d, half in ((5, ("x", "dx")), (8, ("x", "dx")), (8, ("du", "x", "dx")))
     ),
     draw={"documents": documents},
 )

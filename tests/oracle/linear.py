@@ -38,6 +38,10 @@ def stored(leave_out=(), **values):
     case((*F32, *LOW), rows=3, d_out=262_150, d_in=1, x_stride=1, out_stride=262_150, choices=TINY),  # a folded grid
     *stored(rows=37, d_out=45, d_in=33, x_stride=33, out_stride=45, rank=5),
     *stored(rows=70, d_out=24, d_in=40, x_stride=40, out_stride=24, rank=4),
+    case((*F32, *LOW), rows=37, d_out=45, d_in=33, x_stride=33, out_stride=45, half=("x", "out")),
+    case(F32, rows=70, d_out=24, d_in=40, x_stride=48, x_start=8, out_stride=24, rank=8, half=("x",)),
+    case(("residual", *F32, *LOW), rows=70, d_out=24, d_in=40, x_stride=40, out_stride=48, out_start=8, half=("out",)),
+    *(case((*F32, *LOW), rows=67, d_out=68, d_in=36, x_stride=36, out_stride=68, choices=t, half=("x", "out")) for t in TILES),
 )  # fmt: skip
 def linear_forward(
     x,
@@ -80,6 +84,9 @@ def linear_forward(
     case((*F32, *DLOW), rows=128, d_out=16, d_in=128, dout_stride=16, dx_stride=128, choices=LARGE),
     *stored(rows=37, d_out=45, d_in=33, dout_stride=45, dx_stride=33, rank=5),
     *stored(DLOW, rows=70, d_out=40, d_in=24, dout_stride=40, dx_stride=24),
+    case((*F32, *DLOW), rows=37, d_out=45, d_in=33, dout_stride=45, dx_stride=33, half=("dout", "dx")),
+    case(F32, rows=70, d_out=40, d_in=24, dout_stride=48, dout_start=8, dx_stride=32, dx_start=8, rank=8, half=("dout", "dx")),
+    case((*F32, *DLOW), rows=9, d_out=8, d_in=12, dout_stride=8, dx_stride=12, half=("dx",)),
 )  # fmt: skip
 def linear_backward_x(dout, weight, weight_scale, dlow, A, dx_stride, dout_start, dx_start, scale):
     weight = dequantized(weight, weight_scale)
@@ -100,6 +107,9 @@ def linear_backward_x(dout, weight, weight_scale, dlow, A, dx_stride, dout_start
     case(rows=20, d_out=130, d_in=132, dout_stride=130, x_stride=132),
     *(case(rows=37, d_out=72, d_in=68, dout_stride=72, x_stride=68, choices=t) for t in TILES),
     case(rows=16, d_out=128, d_in=128, dout_stride=128, x_stride=128, choices=LARGE),
+    case(rows=37, d_out=45, d_in=33, dout_stride=45, x_stride=33, half=("dout", "x")),
+    case(rows=70, d_out=24, d_in=40, dout_stride=80, dout_start=24, x_stride=48, x_start=8, half=("dout",)),
+    case(rows=20, d_out=12, d_in=8, dout_stride=12, x_stride=8, half=("x",)),
 )  # fmt: skip
 def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
     dout, x = dout[:, dout_start : dout_start + d_out], x[:, x_start : x_start + d_in]
@@ -113,6 +123,7 @@ def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
     case(F32, rows=3, d_out=6, d_in=10, dout_stride=8, dout_start=1, parts=4, part_stride=64, rank=5),
     *(case((*F32, *DLOW), rows=68, d_out=100, d_in=72, dout_stride=100, parts=3, part_stride=4928, choices=t) for t in TILES),
     *stored(rows=37, d_out=45, d_in=33, dout_stride=45, parts=2, part_stride=1280, rank=5),
+    case((*F32, *DLOW), rows=24, d_out=72, d_in=40, dout_stride=80, dout_start=8, parts=3, part_stride=960, half=("dout",)),
 )  # fmt: skip
 def linear_backward_x_partial(
     dout, weight, weight_scale, dlow, A, dout_start, parts, part_stride, scale
@@ -135,6 +146,7 @@ def linear_backward_x_partial(
     case(("bias_partials",), rows=70, d_out=24, d_in=40, dout_stride=80, dout_start=24, x_stride=48, x_start=8, parts=3, weight_stride=960),
     case(rows=5, d_out=6, d_in=10, dout_stride=8, dout_start=1, x_stride=16, x_start=3, parts=4, weight_stride=64, bias_stride=64),
     *(case(rows=100, d_out=72, d_in=68, dout_stride=72, x_stride=68, parts=3, weight_stride=4928, bias_stride=128, choices=t) for t in TILES),
+    case(rows=70, d_out=24, d_in=40, dout_stride=24, x_stride=40, parts=2, weight_stride=960, bias_stride=64, half=("dout", "x")),
 )  # fmt: skip
 def linear_backward_weight_partial(
     dout, x, d_out, d_in, dout_start, x_start, parts, weight_stride, bias_partials

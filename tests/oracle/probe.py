@@ -1,7 +1,12 @@
 from . import case, oracle
 
 
-@oracle(case(n=4), case(n=4 * 4096 * 256 + 20))
+@oracle(
+    case(n=4),
+    case(n=4 * 4096 * 256 + 20),
+    case(n=1000, half=("x",)),
+    case(n=1000, half=("out",)),
+)
 def probe_copy(x):
     return {"out": x}
 

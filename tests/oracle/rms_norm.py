@@ -7,6 +7,8 @@ from . import case, oracle, uniform
     case(rows=37, d_model=23, eps=1e-6),
     case(rows=5, d_model=260, eps=1e-5),
     case(rows=1, d_model=1, eps=1e-2),
+    case(rows=5, d_model=9, eps=1e-5, half=("out",)),
+    case(rows=7, d_model=132, eps=1e-5, half=("out",)),
     case(rows=9, d_model=1030, eps=1e-5, choices={"workgroup": 256, "lanes": 128}),
 )
 def rms_norm_forward(x, weight, eps):
@@ -18,6 +20,8 @@ def rms_norm_forward(x, weight, eps):
     case(rows=37, d_model=23, parts=3, stride=64, rows_per_group=16),
     case(rows=130, d_model=260, parts=3, stride=320, rows_per_group=64),
     case(rows=3, d_model=1030, parts=1, stride=1088, rows_per_group=32),
+    case(rows=18, d_model=9, parts=2, stride=64, rows_per_group=16, half=("dout",)),
+    case(rows=18, d_model=12, parts=2, stride=64, rows_per_group=16, half=("dout",)),
     case(rows=37, d_model=24, rows_per_group=16, leave_out=("weight_partials",)),
     draw={"inv": uniform(0.5, 2)},
 )

@@ -158,6 +158,7 @@ def scan_prepare(A_log, D, clamp):
     case(**dims(seqlen=40, d_inner=33, d_state=16, dt_rank=4, chunk=8, per_segment=2)),
     case(**dims(seqlen=40, d_inner=33, d_state=16, per_segment=4), discretization="zoh"),
     case(**dims(seqlen=40, d_inner=33, d_state=16, per_segment=4), resets=True),
+    case(**dims(seqlen=16, d_inner=8, d_state=8, per_segment=2), half=("u",)),
     draw=DRAW,
 )
 def scan_local(
@@ -228,6 +229,13 @@ def scan_combine(AD, delta_sums, state, states, per_segment, reverse, resets):
     case((), **dims(batch=1, seqlen=8, d_inner=2, d_state=1024, chunk=8), outputs=2),
     case((), **dims(seqlen=18, d_inner=33, d_state=7, chunk=4), outputs=2, resets=True),
     case((), **dims(seqlen=20, d_inner=16, d_state=16, chunk=4), outputs=2, resets=True),
+    case(("state",), **dims(), outputs=2, half=("u", "xz", "gy")),
+    case(
+        ("state",),
+        **dims(seqlen=16, d_inner=32, d_state=16, dt_rank=4, chunk=8),
+        outputs=2,
+        half=("u", "xz", "gy"),
+    ),
     draw=DRAW,
 )
 def scan_forward(
@@ -269,7 +277,12 @@ def scan_forward(
     return out
 
 
-@oracle(case(**dims()), case(**dims(d_inner=64)), draw={"xz": uniform(-20, 20)})
+@oracle(
+    case(**dims()),
+    case(**dims(d_inner=64)),
+    *(case(**dims(d_inner=d), half=("xz", "y", "dg", "dxz")) for d in (5, 64)),
+    draw={"xz": uniform(-20, 20)},
+)
 def scan_backward_gate(xz, y, dg):
     z = xz[..., y.shape[-1] :]
     s = sigmoid(z)
@@ -281,6 +294,7 @@ def scan_backward_gate(xz, y, dg):
     case(**dims(per_segment=1)),
     case(**dims(seqlen=40, d_inner=33, d_state=16, dt_rank=4, chunk=8, per_segment=2)),
     case(**dims(seqlen=38, d_inner=33, d_state=16, chunk=8, per_segment=2), resets=True),
+    case(**dims(seqlen=16, d_inner=8, d_state=8, per_segment=2), half=("dy",)),
     draw=DRAW,
 )
 def scan_backward_local(
@@ -312,6 +326,8 @@ def scan_backward_local(
     case(**dims(batch=1, seqlen=5, d_inner=3, d_state=1001, chunk=8)),
     case(**dims(seqlen=22, d_inner=16, d_state=16, chunk=8, channels=16), resets=True),
     case(**dims(seqlen=22, d_inner=9, d_state=6, chunk=8), resets=True, discretization="zoh"),
+    case(**dims(), half=("u", "dy")),
+    case(**dims(seqlen=32, d_inner=64, d_state=16, dt_rank=4, chunk=16), half=("u", "dy")),
     draw=DRAW,
 )
 def scan_backward(

@@ -88,8 +88,15 @@ def block(
     def bias(name: str, used: bool) -> Tensor | None:
         return param(f"mixer.{name}.bias") if used else None
 
-    n = rms_norm(plan, h, param("norm.weight"), c.norm_eps)
-    xz = linear(plan, n, param("mixer.in_proj.weight"), bias("in_proj", c.use_bias), name="xz")
+    n = rms_norm(plan, h, param("norm.weight"), c.norm_eps, storage=plan.storage)
+    xz = linear(
+        plan,
+        n,
+        param("mixer.in_proj.weight"),
+        bias("in_proj", c.use_bias),
+        name="xz",
+        storage=plan.storage,
+    )
     u = conv1d_silu(
         plan,
         Columns(xz, 0, c.d_inner),

@@ -33,7 +33,7 @@ def mlp(plan: Plan, config: MambaConfig, h: Tensor, i: int) -> Tensor:
     def param(name: str) -> Tensor:
         return plan.param(f"backbone.layers.{i}.{name}.weight")
 
-    n = rms_norm(plan, h, param("norm2"), config.norm_eps, name="norm2")
-    up_gate = linear(plan, n, param("mlp.fc1"), name="up_gate")
+    n = rms_norm(plan, h, param("norm2"), config.norm_eps, name="norm2", storage=plan.storage)
+    up_gate = linear(plan, n, param("mlp.fc1"), name="up_gate", storage=plan.storage)
     gated = swiglu(plan, up_gate)
     return linear(plan, gated, param("mlp.fc2"), residual=h, name="h_mlp")

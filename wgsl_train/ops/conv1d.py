@@ -1,7 +1,18 @@
 """Causal depthwise convolution over time, then SiLU: the short filter in front of the scan."""
 
 from ..errors import ShapeError
-from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise, spread
+from ..kernel import (
+    Grid,
+    Kernel,
+    Target,
+    Tensor,
+    Values,
+    by_kind,
+    ceil_div,
+    elementwise,
+    itemsize,
+    spread,
+)
 from ..plan import Plan
 from .linear import Columns, columns
 from .low_rank import effective_weight
@@ -34,6 +45,10 @@ def _grid(v: Values) -> Grid:
     return spread(ceil_div(lanes, v["workgroup"]))
 
 
+def _traffic(v: Values, *bindings: str) -> int:
+    return int(v["batch"] * v["seqlen"] * v["d_inner"] * sum(itemsize(v, b) for b in bindings))
+
+
 FORWARD = Kernel(
     "conv1d_silu_forward",
     reads={
@@ -52,8 +67,9 @@ FORWARD = Kernel(
     grid=_grid,
     vec4=lambda v: ("x", "bias", "state", "u") if _packed(v) else (),
     u32=frozenset({"documents"}),
+    half=frozenset({"x", "u"}),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (v["d_conv"] + 2),
-    traffic=lambda v: 8 * v["batch"] * v["seqlen"] * v["d_inner"],
+    traffic=lambda v: _traffic(v, "x", "u"),
 )
 
 STATE = Kernel(
@@ -86,8 +102,9 @@ BACKWARD = Kernel(
     grid=_grid,
     vec4=lambda v: ("du", "x", "bias", "dx") if _packed(v) else (),
     u32=frozenset({"documents"}),
+    half=frozenset({"du", "x", "dx"}),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (3 * v["d_conv"] + 6),
-    traffic=lambda v: 12 * v["batch"] * v["seqlen"] * v["d_inner"],
+    traffic=lambda v: _traffic(v, "du", "x", "dx"),
 )
 
 
@@ -100,13 +117,14 @@ def conv1d_silu(
     state: Tensor | None = None,
     name: str = "u",
 ) -> Tensor:
-    """u = SiLU(x filtered over time), (batch, seqlen, d_inner) f32.
+    """u = SiLU(x filtered over time), (batch, seqlen, d_inner), stored like x.
 
-    x (batch, seqlen, d_inner) f32, a whole tensor or a range of columns; weight
+    x (batch, seqlen, d_inner) f32 or f16, a whole tensor or a range of columns; weight
     (d_inner, 1, d_conv) f32, its last tap multiplying the present timestep; bias (d_inner,) f32.
     Inputs before the first timestep are zero, or come from state (batch, d_conv - 1, d_inner) f32,
     which is then brought up to date. documents (batch, seqlen) u32 are ids that do not decrease
-    along a row: inputs of other documents count as zero, and the state is document 0's. The backward pass overwrites these columns of x's gradient.
+    along a row: inputs of other documents count as zero, and the state is document 0's. The
+    backward pass overwrites these columns of x's gradient.
     Where the plan's layout has an adapter of weight, it is added to weight.
     Raises ShapeError where shapes do not fit, or a state is given in training.
     Source: mamba_ssm's causal_conv1d_fn and causal_conv1d_update.
@@ -119,7 +137,7 @@ def conv1d_silu(
     if state and plan.training:
         raise ShapeError("conv1d_silu carries a state between calls in inference only")
     weight = effective_weight(plan, weight, "conv1d.weight")
-    u = plan.tensor(name, (batch, seqlen, d_inner))
+    u = plan.tensor(name, (batch, seqlen, d_inner), x.tensor.dtype)
     given = {"x": x.tensor, "x_start": x.start}
     taps = {"weight": weight, "bias": bias, "documents": documents}
     plan.dispatch(FORWARD, **given, **taps, state=state, u=u)

@@ -11,7 +11,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ShapeError
-from ..kernel import ITEMSIZE, Grid, Kernel, Target, Tensor, Values, ceil_div, round_up, spread
+from ..kernel import (
+    ITEMSIZE,
+    DType,
+    Grid,
+    Kernel,
+    Target,
+    Tensor,
+    Values,
+    ceil_div,
+    itemsize,
+    round_up,
+    spread,
+)
 from ..plan import Adapter, Plan
 from .sum_partials import partial, sum_partials
 
@@ -247,6 +259,11 @@ def _weight_bytes(v: Values) -> int:
     return int(ITEMSIZE[v["weight_dtype"]] * v["d_out"] * v["d_in"])
 
 
+def _traffic(v: Values, *operands: tuple[str, str]) -> int:
+    """Bytes of the rows of operands: (binding, dim or option of its width)."""
+    return int(v["rows"] * sum(itemsize(v, binding) * v[width] for binding, width in operands))
+
+
 _STORED = {"weight_dtype": "f32"}  # how the weight is stored; of i8, weight_scale holds the factors
 _OUT = ("out_start", "out_stride", "d_out")
 _DOUT = ("dout_start", "dout_stride", "d_out")
@@ -285,7 +302,8 @@ FORWARD = Kernel(
     vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, low=_RANK, B=_RANK, out=_OUT),
     stored=_stored,
     flops=_flops,
-    traffic=lambda v: 4 * v["rows"] * (v["d_in"] + v["d_out"]) + _weight_bytes(v),
+    half=frozenset({"x", "out"}),
+    traffic=lambda v: _traffic(v, ("x", "d_in"), ("out", "d_out")) + _weight_bytes(v),
 )
 
 BACKWARD_X = Kernel(
@@ -305,7 +323,8 @@ BACKWARD_X = Kernel(
     ),
     stored=_stored,
     flops=_flops,
-    traffic=lambda v: 4 * v["rows"] * (2 * v["d_in"] + v["d_out"]) + _weight_bytes(v),
+    half=frozenset({"dout", "dx"}),
+    traffic=lambda v: _traffic(v, *2 * [("dx", "d_in")], ("dout", "d_out")) + _weight_bytes(v),
 )
 
 BACKWARD_X_PARTIAL = Kernel(
@@ -325,7 +344,10 @@ BACKWARD_X_PARTIAL = Kernel(
     ),
     stored=_stored,
     flops=_flops,
-    traffic=lambda v: 4 * v["rows"] * (v["parts"] * v["d_in"] + v["d_out"]) + _weight_bytes(v),
+    half=frozenset({"dout"}),
+    traffic=lambda v: (
+        4 * v["rows"] * v["parts"] * v["d_in"] + _traffic(v, ("dout", "d_out")) + _weight_bytes(v)
+    ),
 )
 
 BACKWARD_WEIGHT = Kernel(
@@ -338,7 +360,8 @@ BACKWARD_WEIGHT = Kernel(
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
     flops=_flops,
-    traffic=lambda v: 4 * (v["rows"] * (v["d_in"] + v["d_out"]) + 2 * v["d_out"] * v["d_in"]),
+    half=frozenset({"dout", "x"}),
+    traffic=lambda v: _traffic(v, ("x", "d_in"), ("dout", "d_out")) + 8 * v["d_out"] * v["d_in"],
 )
 
 BACKWARD_WEIGHT_PARTIAL = Kernel(
@@ -351,8 +374,9 @@ BACKWARD_WEIGHT_PARTIAL = Kernel(
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, weight_partials=("d_in", "weight_stride")),
     flops=_flops,
+    half=frozenset({"dout", "x"}),
     traffic=lambda v: (
-        4 * (v["rows"] * (v["d_in"] + v["d_out"]) + v["parts"] * v["d_out"] * v["d_in"])
+        _traffic(v, ("x", "d_in"), ("dout", "d_out")) + 4 * v["parts"] * v["d_out"] * v["d_in"]
     ),
 )
 
@@ -545,6 +569,7 @@ def linear(
     residual: Tensor | None = None,
     activation: Activation = "none",
     name: str = "out",
+    storage: DType = "f32",
 ) -> Tensor:
     """activation(x weightᵀ + bias) + residual, and its backward.
 
@@ -559,13 +584,14 @@ def linear(
     residual    (*, d_out); its gradient is then out's own, and is only added into
     activation  softplus: the gradient of `out` is expected to hold the gradient before the
                 activation, since the op that reads `out` can fold in the derivative for free
+    storage     of the result: f32 or f16
 
     Returns a new tensor `name` (*, d_out). The backward adds into x's gradient, and into those of weight and
     bias where they are trained. Raises ShapeError where shapes do not fit.
     """
     d_out, d_in = weight.shape
     x = columns(x, d_in, "linear: x")
-    out = plan.tensor(name, (*x.tensor.shape[:-1], d_out))
+    out = plan.tensor(name, (*x.tensor.shape[:-1], d_out), storage)
     adapter, low = plan.layout.adapters.get(weight), None
     if adapter:
         low = plan_low(plan, x, adapter, f"{name}_low")

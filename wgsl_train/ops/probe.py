@@ -8,6 +8,7 @@ COPY = Kernel(
     writes={"out": "n"},
     grid=elementwise(lambda v: ceil_div(v["n"], 4)),
     vec4=lambda v: ("x", "out"),
+    half=frozenset({"x", "out"}),
 )
 
 FMA = Kernel(

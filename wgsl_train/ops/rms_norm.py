@@ -1,6 +1,6 @@
 """Root-mean-square normalisation over the last axis."""
 
-from ..kernel import Kernel, Target, Tensor, Values, by_kind, ceil_div, spread
+from ..kernel import DType, Kernel, Target, Tensor, Values, by_kind, ceil_div, spread
 from ..plan import Plan
 from .sum_partials import partial
 
@@ -15,6 +15,7 @@ FORWARD = Kernel(
     ],
     grid=lambda v: spread(ceil_div(v["rows"], v["workgroup"] // v["lanes"])),
     vec4=lambda v: ("x", "weight", "out") if v["d_model"] % 4 == 0 else (),
+    half=frozenset({"out"}),
     flops=lambda v: 4 * v["rows"] * v["d_model"],
 )
 
@@ -45,18 +46,26 @@ BACKWARD = Kernel(
     vec4=lambda v: (
         ("dout", "x", "weight", "dx", "weight_partials") if v["d_model"] % 4 == 0 else ()
     ),
+    half=frozenset({"dout"}),
     flops=lambda v: 9 * v["rows"] * v["d_model"],
 )
 
 
-def rms_norm(plan: Plan, x: Tensor, weight: Tensor, eps: float, name: str = "norm") -> Tensor:
+def rms_norm(
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    name: str = "norm",
+    storage: DType = "f32",
+) -> Tensor:
     """Normalise each row of x by its root mean square, then scale each column by weight.
 
     x (..., d_model) f32; weight (d_model,) f32; eps is added to the mean square. Returns a tensor
-    of x's shape. Raises ShapeError where the shapes do not fit. Source: Zhang & Sennrich,
+    of x's shape, stored as f32 or f16. Raises ShapeError where the shapes do not fit. Source: Zhang & Sennrich,
     "Root Mean Square Layer Normalization" (2019).
     """
-    out = plan.tensor(name, x.shape)
+    out = plan.tensor(name, x.shape, storage)
     inv = plan.tensor(f"{name}_inv", x.shape[:-1])
     plan.dispatch(FORWARD, x=x, weight=weight, out=out, inv=inv, eps=eps)
 

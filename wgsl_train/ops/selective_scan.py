@@ -20,7 +20,19 @@ import math
 from typing import Any, Literal
 
 from ..errors import ConfigError, ShapeError
-from ..kernel import ALIGN, Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise, round_up
+from ..kernel import (
+    ALIGN,
+    Kernel,
+    Target,
+    Tensor,
+    Values,
+    alignment,
+    by_kind,
+    ceil_div,
+    elementwise,
+    itemsize,
+    round_up,
+)
 from ..plan import Plan
 from .low_rank import effective_weight
 
@@ -115,6 +127,12 @@ def _steps(v: Values) -> int:
     return int(v["batch"] * v["seqlen"] * v["d_inner"] * v["d_state"])
 
 
+def _traffic(v: Values, *wide: str) -> int:
+    """Bytes of operands with a value a channel, and of B and C where there are such."""
+    columns = v["d_inner"] * sum(itemsize(v, b) for b in wide) + 8 * v.get("d_state", 0)
+    return int(v["batch"] * v["seqlen"] * columns)
+
+
 _SHAPE = {
     "dt_rank": 1,
     "d_state": 16,
@@ -164,6 +182,7 @@ LOCAL = Kernel(
     choose=_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"] - 1, v["batch"]),
     vec4=lambda v: ("AD", "chunk_states", *_packed(v)),
+    half=frozenset({"u"}),
     flops=lambda v: 5 * _steps(v),
 )
 
@@ -194,8 +213,9 @@ FORWARD = Kernel(
     choose=_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
     vec4=lambda v: ("AD", "chunk_states", "state", *_packed(v)),
+    half=frozenset({"u", "xz", "gy"}),
     flops=lambda v: 7 * _steps(v),
-    traffic=lambda v: 4 * v["batch"] * v["seqlen"] * (5 * v["d_inner"] + 2 * v["d_state"]),
+    traffic=lambda v: _traffic(v, "u", "delta", "xz", *["gy"] * v["outputs"]),
 )
 
 BACKWARD_GATE = Kernel(
@@ -204,7 +224,8 @@ BACKWARD_GATE = Kernel(
     writes={"dg": "batch seqlen d_inner", "dxz": "batch seqlen d_xz"},
     grid=elementwise(lambda v: ceil_div(v["batch"] * v["seqlen"] * v["d_inner"], 4)),
     vec4=lambda v: ("xz", "y", "dg", "dxz") if v["d_inner"] % 4 == 0 else (),
-    traffic=lambda v: 4 * 5 * v["batch"] * v["seqlen"] * v["d_inner"],
+    half=frozenset({"xz", "y", "dg", "dxz"}),
+    traffic=lambda v: _traffic(v, "xz", "y", "dg", "dg", "dxz"),
 )
 
 BACKWARD_LOCAL = Kernel(
@@ -218,6 +239,7 @@ BACKWARD_LOCAL = Kernel(
     choose=_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"] - 1, v["batch"]),
     vec4=lambda v: ("AD", "carry", *_packed(v)),
+    half=frozenset({"dy"}),
     flops=lambda v: 4 * _steps(v),
 )
 
@@ -234,6 +256,7 @@ BACKWARD = Kernel(
     choose=_backward_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
     vec4=lambda v: ("AD", "chunk_states", "partials", *_packed(v)),
+    half=frozenset({"u", "dy"}),
     flops=lambda v: 18 * _steps(v),
 )
 
@@ -280,9 +303,10 @@ def selective_scan(
     h[t] = exp(delta A) h[t-1] + weight B u,  y = sum_n C h + D u,  result = y * silu(z), where
     A = -exp(A_log) and weight is delta ("euler") or (exp(delta A) - 1) / A ("zoh").
 
-    u and delta (batch, seqlen, d_inner) f32, delta after its softplus; x_dbl
+    u (batch, seqlen, d_inner) f32 or f16; delta likewise f32, after its softplus; x_dbl
     (batch, seqlen, dt_rank + 2 d_state) holds [dt | B | C], xz (batch, seqlen, 2 d_inner) holds
-    [x | z]; A_log (d_inner, d_state), D (d_inner,). Returns (batch, seqlen, d_inner).
+    [x | z], f32 or f16; A_log (d_inner, d_state), D (d_inner,). Returns (batch, seqlen, d_inner),
+    stored like u.
 
     The backward pass writes all of the gradients of u; of delta, the one before its softplus; and
     of x_dbl, 0 for dt; and the z half of xz's. It adds to A_log's and D's where they train.
@@ -350,10 +374,10 @@ def selective_scan(
     A_log = effective_weight(plan, A_log, f"{name}.A_log")
     plan.dispatch(PREPARE, A_log=A_log, D=D, AD=operands["AD"], clamp=a_log_clamp)
     chunk_states = None
-    plane = round_up(u.size, ALIGN)
+    plane = round_up(u.size, alignment(u.dtype))
     if plan.training or segments > 1:
         chunk_states = plan.tensor(f"{name}.chunk_states", (batch, chunks, groups, d_inner, 4))
-    gy = plan.tensor(f"{name}.gy", (2 if plan.training else 1, plane))
+    gy = plan.tensor(f"{name}.gy", (2 if plan.training else 1, plane), u.dtype)
     g = gy.view(0, u.shape, f"{gy.name}.g")
     if segments > 1:
         sums = plan.tensor(f"{name}.delta_sums", (batch, segments, d_inner))

@@ -6,7 +6,7 @@ hands out space for the first stage; `sum_partials` plans the last for all that 
 since, one dispatch for a whole block of a model rather than one a parameter.
 """
 
-from ..kernel import ALIGN, Kernel, Tensor, Values, by_kind, ceil_div, round_up, spread
+from ..kernel import ALIGN, Kernel, Tensor, Values, by_kind, ceil_div, itemsize, round_up, spread
 from ..plan import Plan
 
 
@@ -31,7 +31,10 @@ SUM = Kernel(
     ),
     grid=lambda v: spread(_groups(v)),
     vec4=lambda v: ("partials",),
-    traffic=lambda v: sum(4 * size * (parts + 2) for _, parts, size, _ in v["segments"]),
+    half=frozenset({"grads"}),
+    traffic=lambda v: sum(
+        size * (4 * parts + 2 * itemsize(v, "grads")) for _, parts, size, _ in v["segments"]
+    ),
 )
 
 
