@@ -1,5 +1,5 @@
 // row_loss[r] = (log(sum_i exp logits[r,i]) - logits[r, targets[r]]) * batch_scale, 0 where the target is none of the columns
-// logits[r,i] = (exp(logits[r,i]) / sum_j exp(logits[r,j]) - [i == targets[r]]) * batch_scale, the loss's gradient
+// logits[r,i] = (exp(logits[r,i]) / sum_j exp(logits[r,j]) - [i == targets[r]]) * batch_scale, the loss's gradient; times loss_scale[0]
 $$ set packed = "logits" in vec4
 $$ set columns = vocab_size // 4 if packed else vocab_size
 $$ set value_type = "vec2f"
@@ -42,7 +42,7 @@ $$ if gradient
         for (var c = lane % {{ lanes }}u; c < {{ columns }}u; c += {{ lanes }}u) {
             let softmax = exp(logits[first + c] - total.x) / total.y;
             let one_hot = select(pack(0.0), pack(1.0), {{ "4u * c + vec4u(0u, 1u, 2u, 3u) == vec4u(target_column)" if packed else "c == target_column" }});
-            logits[first + c] = select(pack(0.0), (softmax - one_hot) * scale, counted);
+            logits[first + c] = select(pack(0.0), (softmax - one_hot) * {{ "(scale * loss_scale[0])" if "loss_scale" in bound else "scale" }}, counted);
         }
     }
 $$ endif

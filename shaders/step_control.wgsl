@@ -1,6 +1,7 @@
 // norm = sqrt(sum of all block_sums); control = (min(1, max_grad_norm / norm), lr at step t, 1 - beta1^t, 1 - beta2^t, skip)
 // skip where any gradient, or the norm, is not finite; else state[0], the number of steps applied, becomes t
-// state = (steps applied, calls, skipped in a row, skipped in total);  log[calls % capacity] = (loss, norm, lr, skip)
+// where there is loss_scale = (scale, clean steps in a row, overflows): gradients are scale times too large; skip halves it, {{ grow_after }} clean steps double it
+// state = (steps applied, calls, skipped in a row, skipped in total);  log[calls % capacity] = (loss, norm, lr, skip, scale)
 $$ set lanes = workgroup
 $$ set value_type = "vec4f"
 $$ for name in hyper_names
@@ -62,13 +63,15 @@ $$ endfor
         let in_large = roots.x > 0.0;
         let root = select(length_of(roots.y, roots.z * 0x1p-80), length_of(roots.x, roots.y * 0x1p-80), in_large);
         let too_large = in_large && root >= 0x1p47;  // the norm would pass 2^127
-        let norm = select(root, min(root, 0x1p47) * 0x1p80, in_large);
+$$ set scaled = "loss_scale" in bound
+        let scale = {{ "loss_scale[0]" if scaled else "1.0" }};
+        let norm = select(root, min(root, 0x1p47) * 0x1p80, in_large){{ " / scale" if scaled }};
         let skip = total.w > 0.0 || too_large;
         let t = f32(state[0] + 1u);
         let limit = hyper[max_grad_norm];
         let step_lr = rate(t);
         let flag = select(0.0, 1.0, skip);
-        control[0] = select(1.0, limit / max(norm, limit), limit > 0.0);
+        control[0] = select(1.0, limit / max(norm, limit), limit > 0.0){{ " / scale" if scaled }};
         control[1] = step_lr;
         control[2] = one_minus_exp(t * hyper[ln_beta1]);
         control[3] = one_minus_exp(t * hyper[ln_beta2]);
@@ -78,6 +81,14 @@ $$ endfor
         log[row + 1u] = norm;
         log[row + 2u] = step_lr;
         log[row + 3u] = flag;
+        log[row + 4u] = scale;
+$$ if scaled
+        let clean = loss_scale[1] + 1.0;
+        let grows = !skip && clean >= {{ grow_after | f32 }};
+        loss_scale[0] = select(select(scale, min(2.0 * scale, {{ max_scale | f32 }}), grows), max(0.5 * scale, 1.0), skip);
+        loss_scale[1] = select(clean, 0.0, skip || grows);
+        loss_scale[2] += flag;
+$$ endif
         state[0] += select(1u, 0u, skip);
         state[1] += 1u;
         state[2] = select(0u, state[2] + 1u, skip);

@@ -15,7 +15,7 @@ LAYERS = [
     {"tuned"},
     {"plan", "device"},
     {"ops", "encoder"},
-    {"models", "trial", "anomaly"},
+    {"models", "trial", "anomaly", "precision"},
     {"model"},
     {"profile", "reload"},
     {"train", "tune"},

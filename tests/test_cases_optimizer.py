@@ -148,7 +148,13 @@ def test_a_non_finite_gradient_moves_nothing(device, bits):  # N10, T06, T08
 def test_gradients_of_zero_are_a_step(device):
     s = Stepper(device, [("w", (3,))], **{**PLAIN, "max_norm": 1.0})
     s.write("w", 1.0)
-    assert s.step() == {"loss": 0, "grad_norm": 0, "lr": np.float32(1e-3), "skipped": 0}
+    assert s.step() == {
+        "loss": 0,
+        "grad_norm": 0,
+        "lr": np.float32(1e-3),
+        "skipped": 0,
+        "loss_scale": 1,
+    }
     assert s.state["steps"] == 1
     np.testing.assert_array_equal(s.read("w"), 1.0)
 

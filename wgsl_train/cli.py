@@ -45,10 +45,11 @@ from .model import Model, StepPlan, find_checkpoint, plan_step
 from .models import lora
 from .models.language_model import parameters
 from .models.lora import Lora
+from .ops.optimizer import INITIAL_SCALE
 from .plan import Layout, Memory
 from .plot import plot
 from .tensorboard import event_writer
-from .train import Trainer, compare, evaluate, saved_config
+from .train import Trainer, compare, evaluate, saved_config, saved_loss_scale
 from .tune import Tuned
 from .tune import tune as measure_choices
 
@@ -357,8 +358,9 @@ def train(
     layout.set_decay(train_config.decays)
     planned = _plan(model_config, train_config, layout, opened.target, training)
     memory = planned.plan.memory()
+    scale = saved_loss_scale(start) if start else INITIAL_SCALE
     for line in _description(
-        model_config, train_config, layout, adapter, memory, training, held_out
+        model_config, train_config, layout, adapter, memory, training, held_out, scale
     ):
         err.print(line)
     if dry_run:
@@ -487,6 +489,7 @@ def _plan(
         update=True,
         documents=data.pack,
         activation_checkpointing=config.activation_checkpointing,
+        precision=config.precision,
     )
 
 
@@ -498,6 +501,7 @@ def _description(
     memory: Memory,
     data: Dataset,
     held_out: Dataset | None,
+    loss_scale: float,
 ) -> Iterator[str]:
     types = Counter(layer.type for layer in model.schedule)
     kinds = ", ".join(f"{n} {kind}" for kind, n in types.items())
@@ -506,7 +510,13 @@ def _description(
         f"model      {layout.n_params:,} parameters: d_model {model.d_model}, {model.n_layer} "
         f"{layers}, vocabulary {model.vocab_size}, {model.discretization}"
     )
-    yield "precision  f32"
+    if config.precision == "f16":
+        yield (
+            "precision  f16 storage, f32 arithmetic and master weights, loss scale "
+            f"{loss_scale:.0f}"
+        )
+    else:
+        yield "precision  f32"
     steps = config.total_steps(data.n_batches(config.batch_size, config.seq_len))
     yield (
         f"data       {len(data):,} tokens"

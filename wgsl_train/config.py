@@ -60,6 +60,7 @@ from .errors import ConfigError
 
 WRITE_THROUGH = {"train": ("*.x_proj.*",), "max_delta": 0.05}
 LORA_TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2")
+Precision = Literal["f32", "f16"]
 LoraBase = Literal["f32", "f16", "int8"]
 NO_DECAY = ("*A_log", "*.D", "*norm*.weight", "*bias")
 VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers cannot express
@@ -873,6 +874,8 @@ class TrainConfig(_Checked):
     max_skips                non-finite steps in a row after which training stops
     detect_anomaly           stop at the first step that is not finite, and name the kernel and the
                              tensor where it began; slower, since each step is waited for
+    precision                storage of the activations that wait for the backward pass: "f32", or
+                             "f16", which takes less memory; arithmetic and weights are f32
     """
 
     lr: float = _rule(1e-4, 0.0, 10.0)
@@ -909,6 +912,7 @@ class TrainConfig(_Checked):
     memory_budget: int | None = _rule(None, 1)
     max_skips: int = _rule(50, 1)
     detect_anomaly: bool = False
+    precision: Literal["f32", "f16"] = _rule("f32", among=("f32", "f16"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -508,7 +508,7 @@ class Kernel:
         origins: list[tuple[Span, ...]] = [
             (Span(1, f"{self.name} (generated)", i, 1, False),) for i in range(1, len(lines) + 1)
         ]
-        given = {"bound": bound, "vec4": vec4, "accumulate": accumulate}
+        given: dict[str, Any] = {"bound": bound, "vec4": vec4, "accumulate": accumulate}
         given |= {"load": load, "store": store, "add": add}
         for line in self.templates.render(f"{self.name}.wgsl", {**values, **given}).split("\n"):
             code, spans = _unmark(line)

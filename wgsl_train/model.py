@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import checkpoint
-from .config import LoraBase, MambaConfig, TrainConfig
+from .config import LoraBase, MambaConfig, Precision, TrainConfig
 from .data import IGNORED, document_ids, target_ids, token_ids
 from .device import Device, request_device, with_target
 from .encoder import Buffers, Encoder
@@ -22,7 +22,7 @@ from .models import language_model, lora
 from .models.initialization import initialize
 from .ops.cross_entropy import head_logits, language_model_loss
 from .ops.mean_pool import mean_pool
-from .ops.optimizer import Optimizer, optimizer
+from .ops.optimizer import LOSS_SCALE, Optimizer, optimizer
 from .plan import Layout, ParamSpec, Plan
 from .quantize import dequantize, quantize
 
@@ -127,14 +127,19 @@ def plan_step(
     update: bool = False,
     documents: bool = False,
     activation_checkpointing: bool = False,
+    precision: Precision = "f32",
 ) -> StepPlan:
     """Plan one step on `batch` sequences of `seqlen` tokens. Touches no GPU.
 
     training    plan the backward pass too
     update      plan gradient norm, clip and AdamW too
     documents   let rows hold several documents, of which no one sees another
+    precision   storage of activations; where they are f16 and the plan updates, the gradients are
+                multiplied by the optimizer's loss scale
+
+    Raises DeviceError where the target has no f16, ConfigError where the model's layers have none.
     """
-    plan = Plan(layout, target, training=training)
+    plan = Plan(layout, target, training=training, storage=precision)
     shape = f"{batch}x{seqlen}"
     tokens = plan.persistent(f"tokens.{shape}", (batch, seqlen), "u32")
     targets = plan.persistent(f"targets.{shape}", (batch, seqlen), "u32")
@@ -150,12 +155,17 @@ def plan_step(
         activation_checkpointing=activation_checkpointing and training,
     )
     weight, bias = language_model.head(config)
-    row_loss, row_rank = language_model_loss(plan, x, targets, batch_scale, loss, weight, bias)
+    loss_scale = None
+    if precision == "f16" and update:
+        loss_scale = plan.persistent("loss_scale", (len(LOSS_SCALE),))
+    row_loss, row_rank = language_model_loss(
+        plan, x, targets, batch_scale, loss, weight, bias, loss_scale
+    )
     if row_rank:
         plan.keep += [row_loss, row_rank]
     if training:
         plan.backward()
-    planned = optimizer(plan) if update else None
+    planned = optimizer(plan, loss_scale=loss_scale) if update else None
     plan.prune()
     plan.check_adapters()
     return StepPlan(plan, tokens, targets, ids, batch_scale, loss, row_loss, row_rank, planned)
@@ -449,7 +459,7 @@ class Model:
     # -- forward and backward ------------------------------------------------------------------
 
     def step_encoder(
-        self, batch: int, seqlen: int, *, memory_budget: int | None = None, **options: bool
+        self, batch: int, seqlen: int, *, memory_budget: int | None = None, **options: Any
     ) -> _Step:
         """The compiled step for a batch shape; see `plan_step` for options. Made once.
 

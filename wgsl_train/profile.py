@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .config import Precision
 from .device import Device
 from .encoder import Buffers, Encoder, Timing
 from .kernel import Kernel
@@ -173,6 +174,7 @@ def profile_step(
     *,
     steps: int = 10,
     activation_checkpointing: bool = False,
+    precision: Precision = "f32",
 ) -> Profile:
     """Profile one training step on random tokens, as the mean over `steps` of them.
 
@@ -184,7 +186,11 @@ def profile_step(
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, model.config.vocab_size, (2, batch, seqlen))
     step = model.step_encoder(
-        batch, seqlen, update=True, activation_checkpointing=activation_checkpointing
+        batch,
+        seqlen,
+        update=True,
+        activation_checkpointing=activation_checkpointing,
+        precision=precision,
     )
     encoder, tensors = step.encoder, step.tensors
     model.load_batch(step, tokens.astype(np.uint32), targets.astype(np.uint32), tokens.size)

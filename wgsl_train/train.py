@@ -9,7 +9,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,17 @@ from .kernel import Tensor
 from .model import Model, find_checkpoint, plan_step
 from .models import lora
 from .models.lora import Lora
-from .ops.optimizer import HYPER, LOG, SCHEDULES, STATE, Optimizer
+from .ops.optimizer import (
+    HYPER,
+    INITIAL_SCALE,
+    LOG,
+    LOSS_SCALE,
+    SCHEDULES,
+    STATE,
+    Optimizer,
+)
 from .plan import Layout
+from .precision import check_f16
 from .profile import Profile, profile_step
 from .reload import HotReload
 from .tuned import check_table
@@ -73,6 +82,11 @@ class StepResult:
     def lr(self) -> float:
         """Learning rate of this step."""
         return self._number("lr")
+
+    @property
+    def loss_scale(self) -> float:
+        """What this step's gradients were multiplied by; 1 where precision is f32."""
+        return self._number("loss_scale")
 
     @property
     def skipped(self) -> bool:
@@ -158,6 +172,8 @@ class Trainer:
         self._skips = 0  # in a row, as far as they are fetched
         self._warned = False
         self._hyper_for: int | None = None
+        if config.precision == "f16":
+            check_f16(model.device)
         model.set_trainable(self._prepare(), config.shard)
         model.layout.set_decay(config.decays)
 
@@ -192,9 +208,19 @@ class Trainer:
     def _optimizer(self) -> Optimizer:
         """The optimizer's tensors. An earlier trainer of this model may have filled them."""
         model, layout, buffers = self.model, self.model.layout, self.model.buffers
-        planned = plan_step(model.config, layout, model.device.target, 1, 1, update=True)
+        planned = plan_step(
+            model.config,
+            layout,
+            model.device.target,
+            1,
+            1,
+            update=True,
+            precision=self.config.precision,
+        )
         assert planned.optimizer is not None
         buffers.clear(planned.optimizer.state, *_moments(layout))
+        if planned.optimizer.loss_scale:
+            buffers.write(planned.optimizer.loss_scale, np.array([INITIAL_SCALE, 0, 0]))
         for tensor, values in planned.plan.constants.items():
             buffers.write(tensor, np.array(values, np.uint32))
         return planned.optimizer
@@ -208,6 +234,7 @@ class Trainer:
             documents=documents,
             activation_checkpointing=self.config.activation_checkpointing,
             memory_budget=self.config.memory_budget,
+            precision=self.config.precision,
         )
 
     def _compiled(self, batch: Batch) -> Any:
@@ -280,7 +307,7 @@ class Trainer:
                 if result.skipped or not math.isfinite(result.loss):
                     self._explain(result.step, batches, count)
         else:
-            result._row = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped": 1.0}
+            result._row = {**dict.fromkeys(LOG, 0.0), "skipped": 1.0}
             warnings.warn(
                 f"step {result.step}: all targets are ignored, nothing is learnt", stacklevel=2
             )
@@ -321,10 +348,11 @@ class Trainer:
             return
         name = self.first_non_finite() or "a gradient that is finite by now"
         step = self.progress.step
+        narrow = ", or train with precision f32" if self.config.precision == "f16" else ""
         if stop:
             raise TrainingError(
                 f"{self._skips} steps in a row were skipped, up to step {step}: non-finite at "
-                f"{name}. Lower the learning rate, or go on from an earlier checkpoint."
+                f"{name}. Lower the learning rate{narrow}, or go on from an earlier checkpoint."
             )
         self._warned = True
         warnings.warn(f"step {step} was skipped: non-finite at {name}", stacklevel=4)
@@ -486,6 +514,7 @@ class Trainer:
                 *shape,
                 steps=steps,
                 activation_checkpointing=c.activation_checkpointing,
+                precision=c.precision,
             )
         finally:
             for tensor, values in before.items():
@@ -506,6 +535,9 @@ class Trainer:
             "train": self.config.to_dict(),
             "parameters": self._counts(),
         }
+        if (scale := self._optimizer.loss_scale) is not None:
+            values = map(float, self.model.buffers.read(scale))
+            state["loss_scale"] = dict(zip(LOSS_SCALE, values, strict=True))
         shapes = self._moment_shapes()
         moments = ((name, self.model.read_moment(name)) for name in shapes)
         with checkpoint.new_checkpoint(out, self.progress.step) as folder:
@@ -531,7 +563,11 @@ class Trainer:
         """Write which choices the kernels run by, without which no run repeats to the bit."""
         device = self.model.device
         choices = {key: dict(values) for key, values in device.target.tuned.items()}
-        record = {"adapter": device.identity, "choices": choices or "default"}
+        record = {
+            "adapter": device.identity,
+            "choices": choices or "default",
+            "precision": self.config.precision,
+        }
         checkpoint.write_json(out / TUNING, record)
 
     def _use_recorded_tuning(self, file: Path) -> None:
@@ -575,6 +611,7 @@ class Trainer:
         try:
             progress = Progress(**{k: int(v) for k, v in state["progress"].items()})
             counters = {name: int(state["optimizer"][name]) for name in STATE}
+            loss_scale = _loss_scale(state)
             fixed = {name: state["train"][name] for name in _POSITION}
             patterns, shard = state["train"].get("train", ()), state["train"].get("shard")
             before = TrainConfig(train=patterns, shard=shard)
@@ -619,12 +656,25 @@ class Trainer:
                 stacklevel=2,
             )
         self.model.buffers.write(optimizer.state, np.array(list(counters.values()), np.uint32))
+        if optimizer.loss_scale:
+            self.model.buffers.write(optimizer.loss_scale, np.array(loss_scale))
         self._calls, self._skips = counters["calls"], counters["skipped_in_a_row"]
         self.progress = progress
 
 
 def _moments(layout: Layout) -> list[Tensor]:
     return [t for page in layout.trained_pages if page.runs for t in (page.m, page.v)]
+
+
+def _loss_scale(state: Mapping[str, Any]) -> list[float]:
+    """The values of `LOSS_SCALE` in a trainer's state; those of the start where it has none."""
+    saved = state.get("loss_scale") or dict.fromkeys(LOSS_SCALE, 0) | {"scale": INITIAL_SCALE}
+    return [float(saved[name]) for name in LOSS_SCALE]
+
+
+def saved_loss_scale(path: str | Path) -> float:
+    """The loss scale that a checkpoint goes on with."""
+    return _loss_scale(checkpoint.read_json(find_checkpoint(path) / TRAINER_STATE))[0]
 
 
 def saved_config(path: str | Path) -> dict[str, Any]:

@@ -10,13 +10,15 @@ def some_ignored(rng, shape, values):
 
 
 @oracle(
-    case(rows=37, vocab_size=23, one=1),
-    case(rows=5, vocab_size=5000, one=1),
-    case(rows=11, vocab_size=260, one=1, gradient=False),
-    case(rows=1, vocab_size=1, one=1),
-    draw={"targets": some_ignored, "logits": uniform(-20, 20)},
+    case(("loss_scale",), rows=37, vocab_size=23, one=1),
+    case(("loss_scale",), rows=5, vocab_size=5000, one=1),
+    case(("loss_scale",), rows=11, vocab_size=260, one=1, gradient=False),
+    case(("loss_scale",), rows=1, vocab_size=1, one=1),
+    case(rows=7, vocab_size=24, one=1, n_scale=3),
+    case(rows=7, vocab_size=25, one=1, n_scale=3),
+    draw={"targets": some_ignored, "logits": uniform(-20, 20), "loss_scale": uniform(2, 9)},
 )
-def cross_entropy(targets, batch_scale, logits, gradient):
+def cross_entropy(targets, batch_scale, logits, gradient, loss_scale=None):
     rows = np.arange(len(targets))
     counted = targets < logits.shape[1]
     at = np.where(counted, targets, 0)
@@ -28,7 +30,8 @@ def cross_entropy(targets, batch_scale, logits, gradient):
         return {"logits": np.full(logits.shape, np.nan), "row_loss": row_loss}
     dlogits = exps / exps.sum(-1, keepdims=True)
     dlogits[rows, at] -= 1
-    return {"logits": dlogits * counted[:, None] * batch_scale, "row_loss": row_loss}
+    scale = batch_scale * (1 if loss_scale is None else loss_scale[0])
+    return {"logits": dlogits * counted[:, None] * scale, "row_loss": row_loss}
 
 
 def whole(rng, shape, values):

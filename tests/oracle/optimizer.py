@@ -106,10 +106,19 @@ def learning_rate(t, h):
     return h[LR]
 
 
-def control_case(sums, total_blocks=37, steps=4, calls=9, **of):
-    dims = {"four": 4, "n_hyper": 13, "one": 1, "n_state": 4, "n_control": 5, "fields": 4}
+def control_case(sums, total_blocks=37, steps=4, calls=9, loss_scale=None, **of):
+    dims = {"four": 4, "n_hyper": 13, "one": 1, "n_state": 4, "n_control": 5, "fields": 5}
+    if loss_scale:
+        dims |= {"n_scale": 3, "scale": loss_scale}
     return case(
-        sums=sums, total_blocks=total_blocks, steps=steps, calls=calls, capacity=8, of=of, **dims
+        () if loss_scale else ("loss_scale",),
+        sums=sums,
+        total_blocks=total_blocks,
+        steps=steps,
+        calls=calls,
+        capacity=8,
+        of=of,
+        **dims,
     )
 
 
@@ -119,32 +128,48 @@ def control_case(sums, total_blocks=37, steps=4, calls=9, **of):
     control_case("small", schedule=2, steps=30, max_norm=0),
     control_case("too large", total_blocks=1),
     control_case("not finite"),
+    control_case("large", loss_scale=(65536, 41, 3)),
+    control_case("small", loss_scale=(1024, 199, 0), max_norm=0),
+    control_case("middle", loss_scale=(2**24, 199, 0)),
+    control_case("not finite", loss_scale=(2, 199, 3)),
+    control_case("not finite", loss_scale=(1, 0, 3)),
     draw={
+        "loss_scale": lambda rng, shape, values: np.array(values["scale"]),
         "block_sums": block_sums,
         "hyper": lambda rng, shape, values: hyper(**values["of"]),
         "state": lambda rng, shape, values: np.array([values["steps"], values["calls"], 2, 5]),
     },
 )
-def step_control(block_sums, hyper, loss, state, control, log):
+def step_control(block_sums, hyper, loss, state, control, log, loss_scale):
     large, middle, small, broken = block_sums.sum(0)
     norm = math.sqrt(large * 2.0**160 + middle + small * 2.0**-160)
     skip = broken > 0 or norm >= 2.0**127
-    norm = min(norm, 2.0**127)
+    factor, clean, overflows = (1, 0, 0) if loss_scale is None else loss_scale
+    norm = min(norm, 2.0**127) / factor
     steps, calls, in_a_row, skipped = (int(s) for s in state)
     t = steps + 1
     lr = learning_rate(t, hyper)
     scale = min(1, hyper[MAX_NORM] / norm) if hyper[MAX_NORM] > 0 else 1
     rows = np.full(log.shape, np.nan)
-    rows[calls % len(log)] = [loss[0], norm, lr, skip]
-    return {
+    rows[calls % len(log)] = [loss[0], norm, lr, skip, factor]
+    found = {
         "control": np.array(
-            [scale, lr, -math.expm1(t * hyper[LN1]), -math.expm1(t * hyper[LN2]), skip]
+            [scale / factor, lr, -math.expm1(t * hyper[LN1]), -math.expm1(t * hyper[LN2]), skip]
         ),
         "state": np.array(
             [steps, calls + 1, in_a_row + 1, skipped + 1] if skip else [t, calls + 1, 0, skipped]
         ),
         "log": rows,
     }
+    if loss_scale is None:
+        return found
+    if skip:
+        after = [max(factor / 2, 1), 0, overflows + 1]
+    elif clean == 199:
+        after = [min(2 * factor, 2**24), 0, overflows]
+    else:
+        after = [factor, clean + 1, overflows]
+    return found | {"loss_scale": np.array(after)}
 
 
 def adamw_case(n, skip=0, **of):

@@ -65,7 +65,7 @@ def block(
     def bias(name: str) -> Tensor | None:
         return param(f"mixer.{name}.bias") if c.attn_bias else None
 
-    n = rms_norm(plan, h, param("norm.weight"), c.norm_eps)
+    n = rms_norm(plan, h, param("norm.weight"), c.norm_eps, storage=plan.storage)
     qkv = linear(plan, n, param("mixer.in_proj.weight"), bias("in_proj"), name="qkv")
     attended = attention(
         plan,

@@ -25,7 +25,7 @@ def _choices(target: Target, v: Values) -> dict[str, int]:
 
 CROSS_ENTROPY = Kernel(
     "cross_entropy",
-    reads={"targets": "*rows", "batch_scale": "one"},
+    reads={"targets": "*rows", "batch_scale": "one", "loss_scale?": "n_scale"},
     writes={"logits": "*rows vocab_size", "row_loss": "*rows"},
     options={"gradient": True},  # False: the logits stay
     choose=_choices,
@@ -105,6 +105,7 @@ def language_model_loss(
     loss: Tensor,
     head: str,
     bias: str | None = None,
+    loss_scale: Tensor | None = None,
     name: str = "loss",
 ) -> tuple[Tensor, Tensor | None]:
     """Add to loss the cross-entropy, in nats, of logits = x headᵀ + bias against the targets.
@@ -112,7 +113,8 @@ def language_model_loss(
     x (..., d_model) f32; targets (...) u32, those that are IGNORED count nothing, the others are
     checked against vocab_size by the caller; batch_scale (1,) f32, what each row's loss is
     multiplied by: 1 / the number of counted targets of the whole step; loss (1,) f32; head and
-    bias are names of parameters (vocab_size, d_model) and (vocab_size,).
+    bias are names of parameters (vocab_size, d_model) and (vocab_size,); the gradients, and not
+    the losses, are multiplied by the first element of loss_scale f32 too.
 
     Returns two tensors (rows,) f32: the loss of each row, times batch_scale; and, unless the plan
     trains, the target's rank: how many logits are above its own, -1 where it is IGNORED.
@@ -133,6 +135,7 @@ def language_model_loss(
                 CROSS_ENTROPY,
                 targets=targets.view(start, (stop - start,)),
                 batch_scale=batch_scale,
+                loss_scale=loss_scale,
                 logits=logits,
                 row_loss=row_loss.view(start, (stop - start,)),
                 gradient=plan.training,

@@ -31,7 +31,14 @@ HYPER = (
 SCHEDULES = ("constant", "linear", "cosine")  # after the warm-up
 STATE = ("steps", "calls", "skipped_in_a_row", "skipped")
 CONTROL = ("grad_scale", "lr", "one_minus_beta1_t", "one_minus_beta2_t", "skip")
-LOG = ("loss", "grad_norm", "lr", "skipped")
+LOG = ("loss", "grad_norm", "lr", "skipped", "loss_scale")
+
+# What gradients are multiplied by where activations are stored as f16: a power of 2, halved where
+# a gradient is not finite, doubled after so many steps in a row without
+LOSS_SCALE = ("scale", "clean_steps", "overflows")
+INITIAL_SCALE = 65536.0
+GROW_AFTER = 200  # steps
+MAX_SCALE = 2.0**24
 
 GRAD_NORM_BLOCKS = Kernel(
     "grad_norm_blocks",
@@ -51,8 +58,18 @@ GRAD_NORM_BLOCKS = Kernel(
 STEP_CONTROL = Kernel(
     "step_control",
     reads={"block_sums": "total_blocks four", "hyper": "n_hyper", "loss": "one"},
-    writes={"state": "n_state", "control": "n_control", "log": "capacity fields"},
-    options={"hyper_names": HYPER, "pi": math.pi},
+    writes={
+        "state": "n_state",
+        "control": "n_control",
+        "log": "capacity fields",
+        "loss_scale?": "n_scale",
+    },
+    options={
+        "hyper_names": HYPER,
+        "pi": math.pi,
+        "grow_after": GROW_AFTER,
+        "max_scale": MAX_SCALE,
+    },
     choose=by_kind({"workgroup": 256, "unroll": 8}, cpu={"workgroup": 16, "unroll": 1}),
     grid=lambda v: (1, 1, 1),
     vec4=lambda v: ("block_sums",),
@@ -82,15 +99,17 @@ class Optimizer:
     log       (capacity, len(LOG)) f32: row c % capacity is that of call c, counted from 0. The
               norm is the one before clipping, of the finite elements alone; a skipped call shows
               the lr that its step would have had
+    loss_scale   (len(LOSS_SCALE),) f32, written by the host at the start of a run; None: not scaled
     """
 
     hyper: Tensor
     state: Tensor
     control: Tensor
     log: Tensor
+    loss_scale: Tensor | None
 
 
-def optimizer(plan: Plan, capacity: int = 1024) -> Optimizer:
+def optimizer(plan: Plan, capacity: int = 1024, loss_scale: Tensor | None = None) -> Optimizer:
     """Plan one optimizer step, in the section "update", over all trained parameters.
 
     The norm is that of all gradients; the parameters updated are those of the layout's shard.
@@ -101,6 +120,10 @@ def optimizer(plan: Plan, capacity: int = 1024) -> Optimizer:
     The step is AdamW's (Loshchilov & Hutter 2019), decay decoupled and by `Page.decay`, on
     gradients scaled by min(1, max_grad_norm / norm). A call that finds a non-finite gradient or norm
     moves nothing, and does not count as a step.
+
+    loss_scale   persistent (len(LOSS_SCALE),) f32: gradients arrive multiplied by its scale, which
+                 is taken out again (of the logged norm too) and then brought up to date. Source:
+                 Micikevicius et al., "Mixed Precision Training" (2018)
     """
     pages = plan.layout.trained_pages
     if not pages:
@@ -112,6 +135,7 @@ def optimizer(plan: Plan, capacity: int = 1024) -> Optimizer:
         plan.persistent("optimizer_state", (len(STATE),), "u32"),
         plan.persistent("control", (len(CONTROL),)),
         plan.persistent("log", (capacity, len(LOG))),
+        loss_scale,
     )
     block_sums = plan.tensor("block_sums", (sum(n_blocks), 4))
     for i, page in enumerate(pages):
@@ -129,6 +153,7 @@ def optimizer(plan: Plan, capacity: int = 1024) -> Optimizer:
         state=found.state,
         control=found.control,
         log=found.log,
+        loss_scale=loss_scale,
     )
     for i, page in enumerate(pages):
         for j, run in enumerate(page.runs):
