@@ -15,7 +15,7 @@ from wgsl_train import ops
 from wgsl_train.config import check_keys
 from wgsl_train.encoder import Buffers, Encoder
 from wgsl_train.errors import ConfigError
-from wgsl_train.kernel import ITEMSIZE, KERNELS, PORTABLE, DType, Kernel, Target, Tensor, alignment
+from wgsl_train.kernel import KERNELS, PORTABLE, DType, Kernel, Target, Tensor, alignment
 from wgsl_train.plan import Dispatch, Layout, Plan
 
 ops.load_all()

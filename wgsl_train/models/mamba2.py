@@ -93,7 +93,7 @@ def block(
     def bias(name: str, used: bool) -> Tensor | None:
         return param(f"mixer.{name}.bias") if used else None
 
-    n = rms_norm(plan, h, param("norm.weight"), c.norm_eps)
+    n = rms_norm(plan, h, param("norm.weight"), c.norm_eps, storage=plan.storage)
     zxbcdt = linear(
         plan, n, param("mixer.in_proj.weight"), bias("in_proj", c.use_bias), name="zxbcdt"
     )
