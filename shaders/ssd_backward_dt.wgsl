@@ -1,33 +1,52 @@
 // From a chunk's end: G = sum of dots + the derivatives by cum from step t on, that by delta[t] A;  ddt = (A G + that by delta) times
 // the slope of clamp and softplus, to the last columns of dzxbcdt;  dA_log = A sum of delta G;  ddt_bias = sum of ddt;  dD = sum of x dy
 $$ set low, high = limit
-$$ set count = batch * chunks * n_heads
+$$ set quads = chunk // 4
+$$ set own_quads = quads // slices
+{$ include "include/group_index.wgsl" $}
 {$ include "include/softplus_slope.wgsl" $}
 
-fn element(i: u32) {
+$$ if slices > 1
+var<workgroup> of_slice: array<f32, {{ workgroup }}>;
+var<workgroup> sums_of_slice: array<vec4f, {{ workgroup }}>; // of delta G, of ddt, of x dy
+$$ endif
+
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    // Neighbouring lanes hold neighbouring heads of all chunks, then comes the next slice of their steps.
+    let own = group_index(wid, groups) * {{ workgroup // slices }}u + lane % {{ workgroup // slices }}u;
+    let slice = lane / {{ workgroup // slices }}u;
+    let i = min(own, {{ batch * chunks * n_heads - 1 }}u);
     let head = i % n_heads;
     let part = i / n_heads;
     let first = part % chunks * chunk;
     let row0 = part / chunks * seqlen + first;
     let A = -exp(A_log[head]);
+    let from_sums = i * {{ 3 * quads }}u + slice * {{ own_quads }}u;
     var G = 0.0;
 $$ if "dots" in bound
     for (var j = 0u; j < blocks; j++) { G += dots[i * blocks + j]; }
 $$ endif
-    var dA = 0.0;
-    var ddt_sum = 0.0;
-    var dD = 0.0;
-    for (var q = {{ chunk // 4 }}u; q > 0u; q--) {
-        let delta = dt_cum[i * {{ planes * chunk // 4 }}u + q - 1u];
-        let dcum = sums[i * {{ 3 * chunk // 4 }}u + q - 1u];
-        let ddelta = sums[i * {{ 3 * chunk // 4 }}u + {{ chunk // 4 }}u + q - 1u];
-        let x_dy = sums[i * {{ 3 * chunk // 4 }}u + {{ chunk // 2 }}u + q - 1u];
-        dD += (x_dy.x + x_dy.y) + (x_dy.z + x_dy.w);
+$$ for q in range(own_quads)
+    let dcum{{ q }} = sums[from_sums + {{ q }}u];
+$$ endfor
+$$ if slices > 1
+    of_slice[lane] = {$ for q in range(own_quads) $}{{ " + " if q }}dot(dcum{{ q }}, vec4f(1.0)){$ endfor $};
+    workgroupBarrier();
+    for (var l = lane + {{ workgroup // slices }}u; l < {{ workgroup }}u; l += {{ workgroup // slices }}u) { G += of_slice[l]; }
+$$ endif
+    var total = vec4f(); // of delta G, of ddt, of x dy
+$$ for q in range(own_quads - 1, -1, -1)
+    {
+        let delta = dt_cum[i * {{ planes * quads }}u + slice * {{ own_quads }}u + {{ q }}u];
+        let ddelta = sums[from_sums + {{ quads + q }}u];
+        total.z += dot(sums[from_sums + {{ 2 * quads + q }}u], vec4f(1.0));
 $$ for j in range(3, -1, -1)
 $$ set e = "." ~ "xyzw"[j]
-        G += dcum{{ e }};
-        dA += delta{{ e }} * G;
-        if (first + 4u * q - {{ 4 - j }}u < seqlen) {
+        {
+            let t = 4u * (slice * {{ own_quads }}u + {{ q }}u) + {{ j }}u;
+            G += dcum{{ q }}{{ e }};
+            total.x += delta{{ e }} * G;
             var ddt = (A * G + ddelta{{ e }}) * softplus_slope(delta{{ e }});
 $$ if low > 0
             ddt = select(0.0, ddt, delta{{ e }} > {{ low | f32 }});
@@ -35,20 +54,28 @@ $$ endif
 $$ if high < 3e38
             ddt = select(0.0, ddt, delta{{ e }} < {{ high | f32 }});
 $$ endif
-            ddt_sum += ddt;
-            dzxbcdt[(row0 + 4u * q - {{ 4 - j }}u) * d_proj + {{ d_proj - n_heads }}u + head] = ddt;
+            if (own == i && first + t < seqlen) {
+                total.y += ddt;
+                dzxbcdt[(row0 + t) * d_proj + {{ d_proj - n_heads }}u + head] = ddt;
+            }
         }
 $$ endfor
     }
+$$ endfor
+$$ if slices > 1
+    sums_of_slice[lane] = total;
+    workgroupBarrier();
+    for (var l = lane + {{ workgroup // slices }}u; l < {{ workgroup }}u; l += {{ workgroup // slices }}u) { total += sums_of_slice[l]; }
+$$ endif
+    if (own == i && slice == 0u) {
 $$ if "A_log_partials" in bound
-    A_log_partials[part * A_log_stride + head] = A * dA;
+        A_log_partials[part * A_log_stride + head] = A * total.x;
 $$ endif
 $$ if "dt_bias_partials" in bound
-    dt_bias_partials[part * dt_bias_stride + head] = ddt_sum;
+        dt_bias_partials[part * dt_bias_stride + head] = total.y;
 $$ endif
 $$ if "D_partials" in bound
-    D_partials[part * D_stride + head] = dD;
+        D_partials[part * D_stride + head] = total.z;
 $$ endif
+    }
 }
-
-{$ include "include/each_element.wgsl" $}

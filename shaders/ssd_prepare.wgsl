@@ -2,53 +2,77 @@
 // to t, anew from each document's first, of -exp(A_log) delta log2(e); past the sequence's end delta = 0 and the others stay
 $$ set low, high = limit
 $$ set quads = chunk // 4
-$$ set count = batch * chunks * n_heads
+$$ set own_quads = quads // slices
+{$ include "include/group_index.wgsl" $}
 {$ include "include/softplus.wgsl" $}
 
-fn element(i: u32) {
+$$ if slices > 1
+var<workgroup> cum_of_slice: array<f32, {{ workgroup }}>;
+var<workgroup> begun_of_slice: array<f32, {{ workgroup }}>;
+$$ endif
+
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    // Neighbouring lanes hold neighbouring heads of all chunks, then comes the next slice of their steps.
+    let own = group_index(wid, groups) * {{ workgroup // slices }}u + lane % {{ workgroup // slices }}u;
+    let slice = lane / {{ workgroup // slices }}u;
+    let i = min(own, {{ batch * chunks * n_heads - 1 }}u);
     let head = i % n_heads;
     let first = i / n_heads % chunks * chunk;
     let row0 = i / (n_heads * chunks) * seqlen;
     let rate = -1.44269504088896340736f * exp(A_log[head]);
     let bias = dt_bias[head];
-    let to = i * {{ planes * quads }}u;
     var cum = 0.0;
     var begun = 0.0;
-    for (var q = 0u; q < {{ quads }}u; q++) {
-        var deltas = vec4f();
-        var cums = vec4f();
-        var begins = vec4f();
+$$ for q in range(own_quads)
+    var deltas{{ q }} = vec4f();
+    var cums{{ q }} = vec4f();
+    var begins{{ q }} = vec4f();
 $$ for j in range(4)
-        {
-            let t = first + 4u * q + {{ j }}u;
-            let row = row0 + min(t, seqlen - 1u);
-            var delta = softplus(zxbcdt[row * d_proj + {{ d_proj - n_heads }}u + head] + bias);
+    {
+        let t = first + 4u * (slice * {{ own_quads }}u + {{ q }}u) + {{ j }}u;
+        let row = row0 + min(t, seqlen - 1u);
+        var delta = softplus(zxbcdt[row * d_proj + {{ d_proj - n_heads }}u + head] + bias);
 $$ if low > 0
-            delta = max(delta, {{ low | f32 }});
+        delta = max(delta, {{ low | f32 }});
 $$ endif
 $$ if high < 3e38
-            delta = min(delta, {{ high | f32 }});
+        delta = min(delta, {{ high | f32 }});
 $$ endif
-            delta = select(0.0, delta, t < seqlen);
+        delta = select(0.0, delta, t < seqlen);
 $$ if planes == 3
-            if (t > 0u && t < seqlen && documents[row] != documents[max(row, 1u) - 1u]) {
-                begun += 1.0;
-                cum = 0.0;
-            }
-$$ endif
-            // What is left after a step of -127 is 0 in float32; larger ones would only cost cum its digits.
-            cum += max(rate * delta, -127.0);
-            deltas[{{ j }}] = delta;
-            cums[{{ j }}] = cum;
-            begins[{{ j }}] = begun;
+        if (t > 0u && t < seqlen && documents[row] != documents[max(row, 1u) - 1u]) {
+            begun += 1.0;
+            cum = 0.0;
         }
-$$ endfor
-        dt_cum[to + q] = deltas;
-        dt_cum[to + {{ quads }}u + q] = cums;
-$$ if planes == 3
-        dt_cum[to + {{ 2 * quads }}u + q] = begins;
 $$ endif
+        // What is left after a step of -127 is 0 in float32; larger ones would only cost cum its digits.
+        cum += max(rate * delta, -127.0);
+        deltas{{ q }}[{{ j }}] = delta;
+        cums{{ q }}[{{ j }}] = cum;
+        begins{{ q }}[{{ j }}] = begun;
+    }
+$$ endfor
+$$ endfor
+    var cum_before = 0.0;
+    var begun_before = 0.0;
+$$ if slices > 1
+    cum_of_slice[lane] = cum;
+    begun_of_slice[lane] = begun;
+    workgroupBarrier();
+    for (var l = lane % {{ workgroup // slices }}u; l < lane; l += {{ workgroup // slices }}u) {
+        cum_before = {{ "select(0.0, cum_before, begun_of_slice[l] == 0.0)" if planes == 3 else "cum_before" }} + cum_of_slice[l];
+        begun_before += begun_of_slice[l];
+    }
+$$ endif
+    if (own == i) {
+        let to = i * {{ planes * quads }}u + slice * {{ own_quads }}u;
+$$ for q in range(own_quads)
+        dt_cum[to + {{ q }}u] = deltas{{ q }};
+        dt_cum[to + {{ quads + q }}u] = cums{{ q }} + {{ "select(vec4f(), vec4f(cum_before), begins" ~ q ~ " == vec4f())" if planes == 3 else "cum_before" }};
+$$ if planes == 3
+        dt_cum[to + {{ 2 * quads + q }}u] = begins{{ q }} + begun_before;
+$$ endif
+$$ endfor
     }
 }
-
-{$ include "include/each_element.wgsl" $}

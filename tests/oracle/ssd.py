@@ -117,6 +117,7 @@ DRAW = {"dt_cum": dt_cum_draw}
 @oracle(
     case(**dims(), leave_out=("documents",)),
     case(**dims(seqlen=70, n_heads=3, chunk=32, planes=3, vocab_size=2)),
+    case(**dims(seqlen=50, chunk=20, planes=3, vocab_size=2)),
     case(**dims(seqlen=3), limit=(0.5, 1.0), leave_out=("documents",)),
     draw={"zxbcdt": uniform(-3, 3), "A_log": uniform(0, 5)},
 )
@@ -285,6 +286,13 @@ def ssd_norm_forward(y, xBC, zxbcdt, skip, weight, eps, norm_groups):
         rows_per_group=16,
         parts=2,
         stride=320,
+    ),
+    case(
+        **dims(n_heads=4, n_groups=1, head_dim=275, d_state=2, seqlen=20),
+        eps=1e-5,
+        rows_per_group=16,
+        parts=3,
+        stride=1152,
     ),
     case(**PACKED, eps=1e-5, rows_per_group=16, leave_out=("weight_partials",)),
 )

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ShapeError
-from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, elementwise, spread
+from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, spread
 from ..plan import Plan
 from .linear import direct, staged
 from .sum_partials import partial
@@ -39,6 +39,11 @@ _TILES = (
     (32, 32, 32, 4, 4),
     (16, 16, 16, 4, 4),
 )
+
+
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit`."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
 def _choose(m: str, n: str) -> Callable[[Target, Values], dict[str, Any]]:
@@ -94,6 +99,16 @@ def _chunk_groups(v: Values) -> int:
     return int(v["batch"] * v["chunks"] * v["n_groups"])
 
 
+def _slices(target: Target, v: Values) -> dict[str, int]:
+    """Choices for kernels that go along a chunk: lanes that share its steps, and of all heads."""
+    slices = 1 if target.kind == "cpu" else _divisor(v["chunk"] // 4, 32)
+    return {"slices": slices, "workgroup": slices * max(8, ceil_div(64, slices))}
+
+
+def _sliced(v: Values) -> Grid:
+    return spread(ceil_div(_chunk_heads(v), v["workgroup"] // v["slices"]))
+
+
 PREPARE = Kernel(
     "ssd_prepare",
     reads={
@@ -104,8 +119,8 @@ PREPARE = Kernel(
     },
     writes={"dt_cum": _DT_CUM},
     options={"limit": (0.0, math.inf)},
-    choose=by_kind({"workgroup": 64}),
-    grid=elementwise(_chunk_heads, per_group=64),
+    choose=_slices,
+    grid=_sliced,
     u32=frozenset({"documents"}),
     vec4=_vec4("dt_cum"),
     traffic=lambda v: 4 * _chunk_heads(v) * v["chunk"] * (1 + v["planes"]),
@@ -191,6 +206,32 @@ OUTPUT = Kernel(
     ),
 )
 
+
+def _norm_columns(v: Values) -> int:
+    """Columns of a group, where 4 neighbours are one that can be."""
+    width = 4 if _packed(v, "head_dim", "d_proj") else 1
+    return int(v["d_inner"] // v["norm_groups"] // width)
+
+
+def _norm_lanes(target: Target, v: Values) -> dict[str, int]:
+    """Choices for ssd_norm_forward: enough lanes that each holds a few columns."""
+    if target.kind == "cpu":
+        return {"workgroup": 64, "lanes": 1}
+    lanes = next((n for n in (16, 32, 64, 128) if 8 * n >= _norm_columns(v)), 256)
+    return {"workgroup": 256, "lanes": lanes}
+
+
+def _norm_held(target: Target, v: Values) -> dict[str, int]:
+    """Choices for ssd_norm_backward: held, the columns of a lane that stay in registers; 0: all
+    are read twice."""
+    if target.kind == "cpu":
+        return {"workgroup": 64, "held": 0}
+    columns = _norm_columns(v)
+    workgroup = min((256, 192, 128, 64), key=lambda w: (ceil_div(columns, w) * w, -w))
+    held = ceil_div(columns, workgroup)
+    return {"workgroup": workgroup, "held": held if v["norm_groups"] == 1 and held <= 8 else 0}
+
+
 NORM_FORWARD = Kernel(
     "ssd_norm_forward",
     reads={
@@ -202,9 +243,11 @@ NORM_FORWARD = Kernel(
     },
     writes={"out": "batch seqlen d_inner"},
     options={"norm_groups": 1, "head_dim": 1, "eps": 1e-5},
-    choose=by_kind({"workgroup": 256, "lanes": 32}, cpu={"workgroup": 64, "lanes": 1}),
+    choose=_norm_lanes,
     alternatives=lambda target, v: [
-        {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (1, 16, 64)
+        {"workgroup": workgroup, "lanes": lanes}
+        for workgroup in (128, 256)
+        for lanes in (32, 64, 128)
     ],
     grid=lambda v: spread(
         ceil_div(v["batch"] * v["seqlen"] * v["norm_groups"], v["workgroup"] // v["lanes"])
@@ -230,8 +273,12 @@ NORM_BACKWARD = Kernel(
         "weight_partials?": "parts stride",
     },
     options={"norm_groups": 1, "head_dim": 1, "eps": 1e-5, "rows_per_group": 16},
-    choose=by_kind({"workgroup": 256}, cpu={"workgroup": 64}),
-    alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in (64, 128, 192, 256)],
+    choose=_norm_held,
+    alternatives=lambda target, v: [
+        {"workgroup": workgroup, "held": held}
+        for workgroup in (64, 128, 192, 256)
+        for held in {0, ceil_div(_norm_columns(v), workgroup) if v["norm_groups"] == 1 else 0}
+    ],
     grid=lambda v: spread(ceil_div(v["batch"] * v["seqlen"], v["rows_per_group"])),
     vec4=lambda v: (
         ("y", "xBC", "zxbcdt", "weight", "dout", "dzxbcdt", "weight_partials")
@@ -321,16 +368,11 @@ BACKWARD_DT = Kernel(
         "dt_bias_partials?": "parts dt_bias_stride",
     },
     options={"limit": (0.0, math.inf)},
-    choose=by_kind({"workgroup": 64}),
-    grid=elementwise(_chunk_heads, per_group=64),
+    choose=_slices,
+    grid=_sliced,
     vec4=_vec4("sums", "dt_cum"),
     traffic=lambda v: 4 * _chunk_heads(v) * v["chunk"] * (4 + v["planes"]),
 )
-
-
-def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most `limit`."""
-    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
 def ssd(
