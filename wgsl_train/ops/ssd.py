@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ShapeError
-from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, spread
+from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, round_up, spread
 from ..plan import Plan
 from .linear import direct, staged
 from .sum_partials import partial
 
 # Steps of a chunk, by kind of adapter: long ones cost more products inside, short ones more states
-CHUNK = {"portable": 64, "cpu": 32, "discrete": 128}
+CHUNK = {"portable": 64, "cpu": 64, "discrete": 128}
 MAX_CHUNK = 1024
 MAX_STATE = 1024
 _SPLITS = 4  # parts of a group's heads whose scores' gradients are summed apart, at most
@@ -46,12 +46,16 @@ def _divisor(n: int, limit: int) -> int:
     return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
-def _choose(m: str, n: str) -> Callable[[Target, Values], dict[str, Any]]:
-    """Tuning choices for many products (m, n): the largest tile that a product fills."""
+def _choose(m: str, n: str, widest: int = 32) -> Callable[[Target, Values], dict[str, Any]]:
+    """Tuning choices for many products (m, n): the largest tile that a product fills.
+
+    widest   on a CPU: columns of a thread, at most
+    """
 
     def choose(target: Target, v: Values) -> dict[str, Any]:
         if target.kind == "cpu":
-            width = 16 if v[n] > 8 and target.lanes == 8 else 8
+            widths = [w for w in (32, 24, 16, 8) if w <= (widest if target.lanes == 8 else 8)]
+            width = min(widths, key=lambda w: round_up(v[n], w))
             return direct(4, width, lanes=8 if target.lanes == 8 else 1)
         fitting = [t for t in _TILES if t[0] <= max(v[m], 16) and t[1] <= max(v[n], 16)]
         return staged(*fitting[0])
@@ -293,7 +297,7 @@ BACKWARD_SCORES = Kernel(
     reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy": "batch seqlen d_inner"},
     writes={"dscores": "splits batch chunks n_groups chunk chunk"},
     options={"d_state": 1, "head_dim": 1},
-    choose=_choose("chunk", "chunk"),
+    choose=_choose("chunk", "chunk", widest=16),  # it holds two tiles of sums
     alternatives=_alternatives,
     grid=_products(lambda v: _chunk_groups(v) * v["splits"], "chunk", "chunk"),
     vec4=_vec4("dt_cum", "dscores", xBC=_XBC, dy=("head_dim",)),
