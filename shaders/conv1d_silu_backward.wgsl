@@ -1,6 +1,6 @@
 // dpre[t,c] = du[t,c] * s (1 + pre (1 - s)), s = sigmoid(pre), pre as in the forward pass, recomputed
 // dx[t,x_start+c] = sum_k weight[c,k] dpre[t+(d_conv-1)-k, c]
-// weight_partials[p,c,k] = sum over the timesteps t of run p of dpre[t,c] x[t-(d_conv-1)+k, x_start+c];  bias_partials[p,c] = sum dpre[t,c]
+// partials = [sum over the timesteps t of run p of dpre[t,c] x[t-(d_conv-1)+k, x_start+c], by p, c, k | sum of dpre[t,c], by p, c]
 // Products of timesteps of different documents count as 0.
 $$ set apart = "documents" in bound
 $$ set packed = "x" in vec4
@@ -72,13 +72,13 @@ $$ endfor
     }
 $$ for i in range(width)
 $$ set of = "[" ~ i ~ "]" if packed else ""
-$$ if "weight_partials" in bound
+$$ if weight_stride
 $$ for k in range(d_conv)
-    weight_partials[own.part * stride + (own.c * {{ width }}u + {{ i }}u) * d_conv + {{ k }}u] = dw{{ k }}{{ of }};
+    partials[own.part * {{ weight_stride }}u + (own.c * {{ width }}u + {{ i }}u) * d_conv + {{ k }}u] = dw{{ k }}{{ of }};
 $$ endfor
 $$ endif
-$$ if "bias_partials" in bound
-    bias_partials[own.part * bias_stride + own.c * {{ width }}u + {{ i }}u] = dbias{{ of }};
+$$ if bias_stride
+    partials[{{ batch * ceil_div(seqlen, run) * weight_stride }}u + own.part * {{ bias_stride }}u + own.c * {{ width }}u + {{ i }}u] = dbias{{ of }};
 $$ endif
 $$ endfor
 }

@@ -1,6 +1,7 @@
 // From right to left, with a = exp(delta A) and w = weight: G = C dy + carry; carry = a G; P = G a h[t-1];
 // du = sum over states of G w B + D dy; ddelta = sum of A P + G B u dw/ddelta; ddt = ddelta (1 - exp(-delta));
-// partials = [carry after each segment | dB = G w u and dC = dy h, summed over the workgroup's channels | dA_log, dD over the segment's steps].
+// partials = [carry after each segment | dB = G w u and dC = dy h, summed over the workgroup's channels | dA_log, dD over the segment's steps];
+// where asked for, what is carried out of the first segment takes the place of what was carried into it
 {$ include "include/scan.wgsl" $}
 $$ set blocks = ceil_div(d_inner, channels)
 $$ set starts = chunk // kept

@@ -1,9 +1,11 @@
-// dx_dbl = [0 | dB | dC], sums of partials over blocks of channels; dA_log, dD += sums of partials over sequences and segments
+// dx_dbl = [0 | dB | dC], sums of partials over blocks of channels; dA_log, dD += sums of partials over sequences and segments;
+// dstate = what each sequence's first segment has carried
 $$ set groups = ceil_div(d_state, 4)
 $$ set width, kind = (4, "vec4f") if "dx_dbl" in vec4 else (1, "f32")
-$$ set parameters = batch * seqlen * blocks * 8 * groups
+$$ set parameters = carried + batch * seqlen * blocks * 8 * groups
 $$ set x_dbl_count, A_log_count = batch * seqlen * d_x_dbl // width, d_inner * d_state // width
-$$ set count = x_dbl_count + (A_log_count + d_inner if "dA_log" in bound or "dD" in bound else 0)
+$$ set states = n_state // width if "dstate" in bound else 0
+$$ set count = states + x_dbl_count + (A_log_count + d_inner if "dA_log" in bound or "dD" in bound else 0)
 
 // Indices here are in {{ kind }}s. 8 parts at a time, so that their loads overlap.
 fn sum(from_index: u32, parts: u32, stride: u32) -> {{ kind }} {
@@ -24,7 +26,18 @@ $$ endfor
     return s;
 }
 
-fn element(i: u32) {
+fn element(own: u32) {
+$$ if states
+    if (own < {{ states }}u) {
+        // a sequence has so many elements, and behind them those of its other segments
+$$ set each = states // batch
+        dstate[own] = partials[own / {{ each }}u * {{ each * segments }}u + own % {{ each }}u];
+        return;
+    }
+    let i = own - {{ states }}u;
+$$ else
+    let i = own;
+$$ endif
     if (i < {{ x_dbl_count }}u) {
         let column = i % {{ d_x_dbl // width }}u;
         let row = i / {{ d_x_dbl // width }}u;
@@ -37,7 +50,7 @@ $$ if d_state == 4 * groups
 $$ else
             let at = select(n, n + {{ 4 * groups - d_state }}u, n >= {{ d_state }}u);
 $$ endif
-            dx_dbl[i] = sum(row * {{ blocks * 8 * groups // width }}u + at, {{ blocks }}u, {{ 8 * groups // width }}u);
+            dx_dbl[i] = sum({{ carried // width }}u + row * {{ blocks * 8 * groups // width }}u + at, {{ blocks }}u, {{ 8 * groups // width }}u);
         }
         return;
     }

@@ -6,13 +6,18 @@ fn element(i: u32) {
     let channel = i % d_inner;
     let group = i / d_inner % groups;
     let sequence = i / (d_inner * groups);
+$$ if "delta_sums" in bound
     let rate = 1.44269504088896340736f * AD[group * d_inner + channel];
-    var carry = {{ "state[i]" if "state" in bound else "vec4f(0.0)" }};
-    for (var k = 0u; k < segments; k++) {
-        let segment = {{ "segments - 1u - k" if reverse else "k" }};
+$$ endif
+    {{ "var" if "delta_sums" in bound else "let" }} carry = {{ "state[i]" if "state" in bound else "vec4f(0.0)" }};
+    for (var k = 0u; k < {{ segments }}u; k++) {
+        let segment = {{ (segments - 1) ~ "u - k" if reverse else "k" }};
         let at = ((sequence * slots + segment * {{ per_segment }}u) * groups + group) * d_inner + channel;
+$$ if "delta_sums" in bound
         let own = states[at];
+$$ endif
         states[at] = carry;
+$$ if "delta_sums" in bound
         // The last one's own contribution is never made, and reaches nothing.
         if (k + 1u < segments) {
             let sum = delta_sums[(sequence * segments + segment) * d_inner + channel];
@@ -22,6 +27,7 @@ $$ else
             carry = exp2(rate * sum) * carry + own;
 $$ endif
         }
+$$ endif
     }
 }
 

@@ -34,7 +34,7 @@ $$ endif
 $$ for q in range(quads)
     let A{{ q }} = AD[(group + {{ q }}u) * d_inner + c];
     let rate{{ q }} = LOG2_E * A{{ q }};
-$$ if segments > 1
+$$ if started
     var h{{ q }} = chunk_states[((wid.z * chunks + first) * {{ groups }}u + group + {{ q }}u) * d_inner + c];
 $$ elif "state" in bound
     var h{{ q }} = state[(wid.z * {{ groups }}u + group + {{ q }}u) * d_inner + c];

@@ -24,9 +24,9 @@ LAYERS = [
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 MODULES = [p for p in sorted(ROOT.rglob("*.py")) if p.name not in ("__init__.py", "__main__.py")]
-# Ops share the sums of partial gradients, the matrix products and the adapters of small weights;
-# models may build on each other
-SHARED_OPS = {"sum_partials", "linear", "low_rank"}
+# Ops share the sums of partial gradients, the matrix products, the adapters of small weights and the
+# states that are carried; models may build on each other
+SHARED_OPS = {"sum_partials", "linear", "low_rank", "carry"}
 
 
 def imports(path: Path) -> list[str]:

@@ -9,6 +9,7 @@ from tests import oracle_model
 from wgsl_train.encoder import Encoder
 from wgsl_train.errors import ConfigError, ShapeError
 from wgsl_train.kernel import PORTABLE
+from wgsl_train.ops.carry import carried
 from wgsl_train.ops.selective_scan import selective_scan
 from wgsl_train.plan import Layout, ParamSpec, Plan
 
@@ -33,7 +34,7 @@ def plan_scan(
         layout.param("D"),
         dt_rank=dt_rank,
         d_state=d_state,
-        state=plan.persistent("state", state) if state else None,
+        state=carried(plan, "state", state) if state else None,
         **options,
     )
     plan.backward()

@@ -835,3 +835,16 @@ def test_packs_the_lines_of_a_file_and_goes_on_packed(run):
     assert apart["eval_loss"] != together["eval_loss"]
     refuses(run("eval", "run", "--data", "text.txt", "--separator=32"), "where pack is on only")
     refuses(run(*args, "--pack", "--separator=256", "--dry-run"), "separator is 256; allowed")
+
+
+def test_carries_states_and_resumes(run, train):
+    done = train("--carry-state", "--stop-after=2", steps=4)
+    assert done.code == 0, done.err
+    assert Path("run/checkpoint-2/states.safetensors").exists()
+    done = run("train", "--data", "text.txt", "--out", "run", "--resume")
+    assert done.code == 0, done.err
+    done = train("--carry-state", "--dry-run", out="other")
+    assert done.code == 0, done.err
+    assert done.out.count("carry_begin") == 2
+    attention = ("--layers=attention", "--attn-heads=2", "--attn-head-dim=4")
+    refuses(train("--carry-state", *attention, out="third"), "layers of type mamba only")

@@ -12,8 +12,8 @@ def softplus(x):
 class Scan:
     """The op, composed of its kernels' oracles, over several segments."""
 
-    def __init__(self, clamp, state, documents=None, **sizes):
-        self.clamp, self.state, self.documents = clamp, state, documents
+    def __init__(self, clamp, documents=None, **sizes):
+        self.clamp, self.documents = clamp, documents
         self.values = oracle.dims(**sizes)
         self.values.setdefault("discretization", "euler")
         self.values["resets"] = documents is not None
@@ -21,7 +21,7 @@ class Scan:
     def pick(self, *names):
         return {k: self.values[k] for k in names}
 
-    def forward(self, u, dt, x_dbl, xz, A_log, D):
+    def forward(self, u, dt, x_dbl, xz, A_log, D, state):
         """All tensors that the forward pass makes."""
         v = self.values
         AD = oracle.scan_prepare(A_log, D, self.clamp)["AD"]
@@ -33,12 +33,14 @@ class Scan:
         zoh = self.pick("discretization")
         local = oracle.scan_local(**common, **cut, **zoh, chunks=v["chunks"])
         states, sums = local["chunk_states"], local["delta_sums"]
-        starts = oracle.scan_combine(AD, sums, self.state, states, v["per_segment"], False, True)
+        several = self.pick("segments", "per_segment")
+        starts = oracle.scan_combine(AD, sums, state, states, **several, reverse=False, resets=True)
         out = oracle.scan_forward(
             **common,
             xz=xz,
             chunk_states=starts["states"],
-            state=self.state,
+            state=state,
+            started=True,
             gy=np.empty((2, u.size)),
             **cut,
             **zoh,
@@ -46,15 +48,22 @@ class Scan:
         out["g"], out["y"] = (plane.reshape(u.shape) for plane in out.pop("gy"))
         return {**common, **out}
 
-    def backward(self, dg, u, dt, x_dbl, xz, A_log, D):
-        saved = self.forward(u, dt, x_dbl, xz, A_log, D)
+    def backward(self, dg, dfinal, u, dt, x_dbl, xz, A_log, D, state):
+        saved = self.forward(u, dt, x_dbl, xz, A_log, D, state)
         cut = self.pick("dt_rank", "d_state", "chunk", "per_segment", "segments", "resets")
         common = {k: saved[k] for k in ("u", "delta", "x_dbl", "AD")}
         gate = oracle.scan_backward_gate(xz, saved["y"], dg)
         common["dy"] = gate["dg"]
         local = oracle.scan_backward_local(**{k: common[k] for k in common if k != "u"}, **cut)
         carry = oracle.scan_combine(
-            saved["AD"], local["delta_sums"], None, local["carry"], 1, True, True
+            saved["AD"],
+            local["delta_sums"],
+            dfinal,
+            local["carry"],
+            self.values["segments"],
+            per_segment=1,
+            reverse=True,
+            resets=True,
         )
         main = oracle.scan_backward(
             **common,
@@ -62,12 +71,13 @@ class Scan:
             du_ddt=np.empty((2, u.size)),
             partials=carry["states"].ravel(),
             carried=carry["states"].size,
+            leaves=True,
             **cut,
             **self.pick("channels", "discretization"),
         )
         shape = self.pick("batch", "seqlen", "dt_rank", "d_state", "d_inner", "blocks", "segments")
-        partials = main["partials"][carry["states"].size :]
-        sums = oracle.scan_backward_sums(partials, A_log, D, **shape)
+        shape["carried"] = carry["states"].size
+        sums = oracle.scan_backward_sums(main["partials"], A_log, D, state, **shape)
         du, ddt = (plane.reshape(u.shape) for plane in main["du_ddt"])
         return {
             "u": du,
@@ -76,20 +86,18 @@ class Scan:
             "xz": np.nan_to_num(gate["dxz"]),  # the x half is the convolution's
             "A_log": sums["dA_log"],
             "D": sums["dD"],
+            "state": sums["dstate"],
         }
 
 
 @pytest.mark.parametrize("discretization", ["euler", "zoh"])
 @pytest.mark.parametrize("clamp", [None, (-0.4, 0.5)], ids=["free", "clamped"])
-@pytest.mark.parametrize("carried", [False, True], ids=["from zero", "from a state"])
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
-def test_selective_scan(rng, discretization, clamp, carried, packed):
+def test_selective_scan(rng, discretization, clamp, packed):
     batch, seqlen, d_inner, d_state, dt_rank = 2, 7, 3, 5, 1
-    state = rng.uniform(-1, 1, (batch, 2, d_inner, 4)) if carried else None
     documents = np.array([[0, 0, 0, 1, 1, 2, 2], [1, 2, 2, 2, 3, 3, 3]])
     scan = Scan(
         clamp,
-        state,
         documents if packed else None,
         batch=batch,
         seqlen=seqlen,
@@ -108,10 +116,18 @@ def test_selective_scan(rng, discretization, clamp, carried, packed):
         "xz": rng.uniform(-1, 1, (batch, seqlen, 2 * d_inner)),
         "A_log": rng.uniform(-1, 1, (d_inner, d_state)),
         "D": rng.uniform(-1, 1, d_inner),
+        "state": rng.uniform(-1, 1, (batch, 2, d_inner, 4)),
     }
     dg = rng.uniform(-1, 1, (batch, seqlen, d_inner))
-    grads = scan.backward(dg, **arrays)
-    finite_differences.check(lambda **a: (dg * scan.forward(**a)["g"]).sum(), arrays, grads)
+    dfinal = rng.uniform(-1, 1, (batch, 2, d_inner, 4))
+    dfinal[:, 1, :, 1:] = 0  # there are five states: the rest is padding
+    grads = scan.backward(dg, dfinal, **arrays)
+
+    def loss(**arrays):
+        out = scan.forward(**arrays)
+        return (dg * out["g"]).sum() + (dfinal * out["state"]).sum()
+
+    finite_differences.check(loss, arrays, grads)
     if clamp:
         outside = (arrays["A_log"] <= clamp[0]) | (arrays["A_log"] >= clamp[1])
         assert outside.any()

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -652,6 +653,85 @@ def test_two_runs_with_one_seed_give_the_same_bytes(device, tmp_path):  # P9
     other = wt.Trainer(wt.Model(CONFIG, device, seed=4), TrainConfig(**settings(steps=20, seed=5)))
     other.fit(dataset(), out=tmp_path / "c")
     assert hashes(tmp_path / "c" / "checkpoint-20") != hashes(tmp_path / "a" / "checkpoint-20")
+
+
+# Carried states
+
+
+def test_a_carried_state_sees_all_that_was_before(device):
+    """At a learning rate of zero, losses are those of the whole sequence, in every epoch."""
+    model = wt.Model(CONFIG, device)
+    # a louder model, which forgets slowly
+    weights = {n: 3 * w for n, w in lively(CONFIG).items() if not n.endswith("A_log")}
+    model.load_state_dict({**weights, f"{MIXER}A_log": np.full((16, 4), -4.0)})
+    data = dataset(3 * 2 * 9 + 1)
+    ids = data.tokens.read(0, len(data))
+    rows = [ids[i : i + 28] for i in (0, 27)]  # two streams of three chunks
+    losses = np.mean([model.scores(r[:-1], r[1:]).loss[0] for r in rows], 0)
+    want = losses.reshape(3, 9).mean(1)
+
+    def run(**train):
+        seen = []
+        config = TrainConfig(**settings(epochs=2, lr=0.0, **train))
+        wt.Trainer(model, config).fit(data, on_step=lambda result: seen.append(result.loss))
+        return seen
+
+    assert run(carry_state=True) == pytest.approx([*want, *want], rel=1e-5)
+    assert run(carry_state=True, activation_checkpointing=True) == pytest.approx(
+        [*want, *want], rel=1e-5
+    )
+    mean = [want[:2].mean(), want[2]]
+    assert run(carry_state=True, gradient_accumulation=2) == pytest.approx([*mean, *mean], rel=1e-5)
+    alone = [model.loss([r[i : i + 9] for r in rows], [r[i + 1 : i + 10] for r in rows])
+             for i in (0, 9, 18)]  # fmt: skip
+    assert alone[0] == pytest.approx(want[0], rel=1e-5)
+    assert np.abs(alone[1:] - want[1:]).min() > 1e-3
+
+
+def test_a_step_without_targets_carries_the_state_on(device):
+    tokens, targets = pair()
+    losses = []
+    for first in (targets, np.full_like(targets, -100)):
+        trainer = make(device, carry_state=True, lr=0.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.step(tokens, first)
+        losses.append(trainer.step(tokens, targets).loss)
+        trainer.reset_states()
+        losses.append(trainer.step(tokens, targets).loss)
+    carried, fresh, also_carried, again = losses
+    assert (carried, fresh) == (also_carried, again)
+    assert abs(carried - fresh) > 1e-4
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_carried_state_survives_resuming(device, tmp_path, accumulation):
+    """Bit for bit, from the middle of the second epoch, of documents that go on too."""
+    config = settings(steps=20, gradient_accumulation=accumulation, carry_state=True)
+    data = dataset(pack=True, separator=3)  # 75 ids a row: 9 batches
+    straight = make(device, **config)
+    straight.fit(data, out=tmp_path / "straight")
+    first = make(device, **config)
+    first.fit(data, out=tmp_path / "run", should_stop=lambda: first.progress.step == 13)
+    assert (tmp_path / "run" / "checkpoint-13" / "states.safetensors").exists()
+    second = make(device, weights=9, **config)
+    second.load(tmp_path / "run")
+    second.fit(data, out=tmp_path / "run")
+    a, b = (hashes(tmp_path / name / "checkpoint-20") for name in ("straight", "run"))
+    assert a == b
+    assert logged(tmp_path / "straight") == logged(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="trained with carry_state True, not False"):
+        make(device, **{**config, "carry_state": False}).load(tmp_path / "run")
+
+
+def test_a_layer_without_a_state_for_training_is_refused(device):
+    config = MambaConfig(
+        vocab_size=23, d_model=8, layers="mamba,attention", attn_heads=2, attn_head_dim=4
+    )
+    with pytest.raises(ConfigError, match="layers of type mamba only; the model has 'attention'"):
+        wt.Trainer(wt.Model(config, device), TrainConfig(steps=1, carry_state=True))
+    with pytest.raises(ConfigError, match="precision is 'f16'; allowed: 'f32', where a state"):
+        TrainConfig(steps=1, carry_state=True, precision="f16")
 
 
 # Resuming

@@ -9,7 +9,7 @@ import wgsl_train as wt
 from tests.test_model import lively, relative
 from wgsl_train.config import MambaConfig
 from wgsl_train.device import with_target
-from wgsl_train.errors import DataError
+from wgsl_train.errors import ConfigError, DataError
 from wgsl_train.ops import selective_scan
 
 pytestmark = pytest.mark.gpu
@@ -160,3 +160,86 @@ def test_wrong_documents_are_refused(device, given, message):
     model = make(device, SMALL)
     with pytest.raises(DataError, match=message):
         model.logits([[1, 2, 3]], **given)
+
+
+# Carried states
+
+
+def chain(model, pieces, **options):
+    """Chunks of a sequence, and then, last first, again with what flows back into each."""
+    state, chunks = None, []
+    for tokens, targets in pieces:
+        chunks.append(model.loss_and_grads_from(state, tokens, targets, **options))
+        state = chunks[-1].state
+    starts = [None, *(chunk.state for chunk in chunks)]
+    final_grads, passed = None, []
+    for (tokens, targets), start in reversed(list(zip(pieces, starts, strict=False))):
+        chunk = model.loss_and_grads_from(
+            start, tokens, targets, detached=False, final_grads=final_grads, **options
+        )
+        passed.append(chunk)
+        final_grads = chunk.state_grads
+    return chunks, passed
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("name", ["euler", "zoh"])
+def test_chained_halves_give_the_gradients_of_the_whole(device, name, checkpointing, segments):
+    model = make(device, CONFIGS[name])
+    tokens, targets = document(48)
+    loss, grads = model.loss_and_grads(tokens, targets)
+    pieces = [(tokens[:, i : i + 24], targets[:, i : i + 24]) for i in (0, 24)]
+    chunks, passed = chain(model, pieces, activation_checkpointing=checkpointing)
+    assert sum(c.loss for c in chunks) / 2 == pytest.approx(loss, rel=1e-5)
+    assert [c.loss for c in passed] == [c.loss for c in reversed(chunks)]
+    assert_same_grads({n: sum(c.grads[n] for c in passed) / 2 for n in grads}, grads)
+    # what a detached state cuts off is no rounding error
+    cut = {n: sum(c.grads[n] for c in chunks) / 2 for n in grads}
+    assert max(relative(cut[n], grads[n]) for n in grads) > 1e-3
+    assert not chunks[0].state_grads
+
+
+def test_gradients_by_the_state_are_differences_of_the_loss(device):
+    model = make(device, SMALL)
+    tokens, targets = document(24)
+    state = model.loss_and_grads_from(None, *document(24, seed=1)).state
+    chunk = model.loss_and_grads_from(state, tokens, targets, detached=False)
+    assert chunk.state.keys() == chunk.state_grads.keys() == {"0.conv", "0.ssm"}
+    rng = np.random.default_rng(0)
+    for name, grad in chunk.state_grads.items():
+        # along the gradient and across: the loss is even in float32 smooth enough for 1 %
+        direction = grad / np.linalg.norm(grad) + 0.3 * rng.standard_normal(grad.shape) / grad.size
+        losses = [
+            model.loss_and_grads_from(
+                {**state, name: state[name] + step * direction}, tokens, targets
+            ).loss
+            for step in (0.1, -0.1)
+        ]
+        assert (losses[0] - losses[1]) / 0.2 == pytest.approx((grad * direction).sum(), rel=0.02)
+
+
+def test_a_state_belongs_to_the_first_document(device):
+    model = make(device, SMALL)
+    tokens, targets = document(48)
+    ids = np.repeat([[0, 1]], [30, 18], axis=1)  # one begins inside the second half
+    loss, grads = model.loss_and_grads(tokens, targets, documents=ids)
+    first = model.loss_and_grads_from(None, tokens[:, :24], targets[:, :24])
+    rest = tokens[:, 24:], targets[:, 24:]
+    options = {"documents": ids[:, 24:], "detached": False}
+    second = model.loss_and_grads_from(first.state, *rest, **options)
+    again = model.loss_and_grads_from(
+        None, tokens[:, :24], targets[:, :24], detached=False, final_grads=second.state_grads
+    )
+    assert (first.loss + second.loss) / 2 == pytest.approx(loss, rel=1e-5)
+    assert_same_grads({n: (again.grads[n] + second.grads[n]) / 2 for n in grads}, grads)
+
+
+def test_what_a_state_is_refused_for(device):
+    model = make(device, CONFIGS["hybrid"])
+    with pytest.raises(ConfigError, match="layers of type mamba only; the model has 'mamba2'"):
+        model.loss_and_grads_from(None, [[1]], [[1]])
+    model = make(device, SMALL)
+    with pytest.raises(ConfigError, match="not detached only"):
+        model.loss_and_grads_from(None, [[1]], [[1]], final_grads={})
+    with pytest.raises(DataError, match=r"state: arrays are {}, must be {'0.conv': "):
+        model.loss_and_grads_from({}, *document(24))

@@ -488,6 +488,7 @@ def _plan(
         config.seq_len,
         update=True,
         documents=data.pack,
+        carried="carried" if config.carry_state else "",
         activation_checkpointing=config.activation_checkpointing,
         precision=config.precision,
     )
@@ -517,7 +518,8 @@ def _description(
         )
     else:
         yield "precision  f32"
-    steps = config.total_steps(data.n_batches(config.batch_size, config.seq_len))
+    shape = config.batch_size, config.seq_len
+    steps = config.total_steps(data.n_batches(*shape, config.carry_state))
     yield (
         f"data       {len(data):,} tokens"
         + (", documents kept apart" if data.pack else "")

@@ -251,7 +251,7 @@ def check_keys(given: Iterable[str], valid: Iterable[str], where: str) -> None:
     valid = list(valid)
     for key in given:
         if key not in valid:
-            near = difflib.get_close_matches(key, valid, 1, 0.5)
+            near = difflib.get_close_matches(key, valid, 1, 0.6)
             hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(valid)
             raise ConfigError(f"{where} has no {key!r}; {hint}")
 
@@ -870,6 +870,8 @@ class TrainConfig(_Checked):
     log_every                steps between lines of the log; metrics.jsonl has every step
     keep_checkpoints         how many of the newest are kept
     activation_checkpointing recompute each layer in the backward pass: less memory, more time
+    carry_state              each row of a batch goes on, states included, where it was in the batch
+                             before; gradients do not flow back into that one
     memory_budget            bytes of GPU memory that the plan may take; by default no bound
     max_skips                non-finite steps in a row after which training stops
     detect_anomaly           stop at the first step that is not finite, and name the kernel and the
@@ -909,6 +911,7 @@ class TrainConfig(_Checked):
     log_every: int = _rule(10, 1)
     keep_checkpoints: int = _rule(3, 1)
     activation_checkpointing: bool = False
+    carry_state: bool = False
     memory_budget: int | None = _rule(None, 1)
     max_skips: int = _rule(50, 1)
     detect_anomaly: bool = False
@@ -926,6 +929,8 @@ class TrainConfig(_Checked):
             self._refuse("lora_rank", 0, "1 or more, where lora_targets are chosen")
         if self.lora_rank and self.train:
             self._refuse("train", self.train, "nothing, where an adapter trains (lora_rank)")
+        if self.carry_state and self.precision != "f32":
+            self._refuse("precision", self.precision, "'f32', where a state is carried")
         if self.min_lr > self.lr:
             self._refuse("min_lr", self.min_lr, f"at most lr, {self.lr}")
         if self.steps is not None and self.warmup_steps > self.steps:

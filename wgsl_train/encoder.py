@@ -64,6 +64,14 @@ class Buffers:
             commands.clear_buffer(self.named(root))
         self.device.wgpu.queue.submit([commands.finish()])
 
+    def clear_named(self, prefix: str) -> None:
+        """Fill the buffers whose names begin so with zeros."""
+        commands = self.device.wgpu.create_command_encoder()
+        for name, buffer in self._buffers.items():
+            if name.startswith(prefix):
+                commands.clear_buffer(buffer)
+        self.device.wgpu.queue.submit([commands.finish()])
+
     def drop(self, *roots: Tensor) -> None:
         """Free the buffers of persistent tensors."""
         for root in roots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from .errors import CheckpointError, ConfigError, DataError
 from .kernel import Tensor, Values
 from .models import language_model, lora
 from .models.initialization import initialize
+from .ops.carry import Carried
 from .ops.cross_entropy import head_logits, language_model_loss
 from .ops.mean_pool import mean_pool
 from .ops.optimizer import LOSS_SCALE, Optimizer, optimizer
@@ -49,6 +50,24 @@ class StepPlan:
     row_loss: Tensor
     row_rank: Tensor | None
     optimizer: Optimizer | None
+    states: dict[str, Carried]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a chunk of a longer sequence gives; see `Model.loss_and_grads_from`.
+
+    loss          mean in nats over the targets that count
+    grads         its gradient by every trainable parameter
+    state         what each layer carries on, by name: "0.conv" (batch, d_conv - 1, d_inner), the
+                  convolution's last inputs, and "0.ssm" (batch, ceil(d_state / 4), d_inner, 4)
+    state_grads   by the state that the chunk began with; empty where it is detached
+    """
+
+    loss: float
+    grads: dict[str, Array]
+    state: dict[str, Array]
+    state_grads: dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -128,12 +147,16 @@ def plan_step(
     documents: bool = False,
     activation_checkpointing: bool = False,
     precision: Precision = "f32",
+    carried: str = "",
+    chained: bool = False,
 ) -> StepPlan:
     """Plan one step on `batch` sequences of `seqlen` tokens. Touches no GPU.
 
     training    plan the backward pass too
     update      plan gradient norm, clip and AdamW too
     documents   let rows hold several documents, of which no one sees another
+    carried     start from the state of this name, and leave it brought up to date; "": from zeros
+    chained     make the gradient by that state, given the one by the state that is left
     precision   storage of activations; where they are f16 and the plan updates, the gradients are
                 multiplied by the optimizer's loss scale
 
@@ -147,11 +170,15 @@ def plan_step(
     batch_scale = plan.persistent("batch_scale", (1,))
     loss = plan.persistent("loss", (1,))
     plan.clear_first.append(loss)
+    states = language_model.carried_state(plan, config, batch, prefix=carried) if carried else None
+    if states and chained:
+        states = [state.chained(plan) for state in states]
     x = language_model.backbone(
         plan,
         config,
         tokens,
-        documents=ids,
+        states,
+        ids,
         activation_checkpointing=activation_checkpointing and training,
     )
     weight, bias = language_model.head(config)
@@ -168,7 +195,28 @@ def plan_step(
     planned = optimizer(plan, loss_scale=loss_scale) if update else None
     plan.prune()
     plan.check_adapters()
-    return StepPlan(plan, tokens, targets, ids, batch_scale, loss, row_loss, row_rank, planned)
+    return StepPlan(
+        plan,
+        tokens,
+        targets,
+        ids,
+        batch_scale,
+        loss,
+        row_loss,
+        row_rank,
+        planned,
+        _by_name(states or []),
+    )
+
+
+def _by_name(states: Sequence[Any]) -> dict[str, Carried]:
+    """What layers carry, as "0.conv", "0.ssm", …"""
+    return {
+        f"{i}.{field.name}": value
+        for i, state in enumerate(states)
+        for field in fields(state)
+        if (value := getattr(state, field.name))
+    }
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -545,8 +593,11 @@ class Model:
         rank = step.encoder.read(step.tensors.row_rank).reshape(rows.ids.shape).astype(np.int32)
         return Scores(loss, rank)
 
+    def _step_for(self, rows: Rows, **options: Any) -> _Step:
+        return self.step_encoder(*rows.ids.shape, documents=rows.documents is not None, **options)
+
     def _run(
-        self, rows: Rows, targets: npt.ArrayLike, count: int | None = None, **options: bool
+        self, rows: Rows, targets: npt.ArrayLike, count: int | None = None, **options: Any
     ) -> _Step:
         """Run a step's forward pass, and its backward pass where it trains, on given rows.
 
@@ -555,7 +606,7 @@ class Model:
         ids = rows.ids
         wanted = rows.targets(self.check_targets(targets, ids.shape))
         count = int((wanted != IGNORED).sum()) if count is None else count
-        step = self.step_encoder(*ids.shape, documents=rows.documents is not None, **options)
+        step = self._step_for(rows, **options)
         self.load_batch(step, ids, wanted, count, rows.documents)
         step.encoder.run("forward", "backward")
         return step
@@ -632,6 +683,69 @@ class Model:
         rows = self.rows(tokens, documents, attention_mask)
         step = self._run(rows, targets, activation_checkpointing=activation_checkpointing)
         return float(step.encoder.read(step.tensors.loss)[0]), self.read_grads()
+
+    def loss_and_grads_from(
+        self,
+        state: Mapping[str, Array] | None,
+        tokens: npt.ArrayLike,
+        targets: npt.ArrayLike,
+        *,
+        detached: bool = True,
+        final_grads: Mapping[str, Array] | None = None,
+        documents: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
+        activation_checkpointing: bool = False,
+    ) -> Chunk:
+        """Loss and gradients of a chunk of longer sequences, which goes on from a state.
+
+        state         of the chunk before, as `Chunk.state` has it; None: zeros, the beginning
+        detached      no gradient leaves the chunk; else `Chunk.state_grads` are made
+        final_grads   gradients by the state that the chunk leaves: `state_grads` of the chunk
+                      after it, times what that chunk's loss counts in the whole
+
+        The state belongs to each row's first document. Other arguments as for `loss_and_grads`.
+        Raises DataError where arrays do not fit, ConfigError where a layer carries no state.
+        """
+        if detached and final_grads is not None:
+            raise ConfigError("final_grads pass through a state that is not detached only")
+        rows = self.rows(tokens, documents, attention_mask)
+        options: dict[str, Any] = {
+            "activation_checkpointing": activation_checkpointing,
+            "carried": "given",
+            "chained": not detached,
+        }
+        carried = self._step_for(rows, **options).tensors.states
+        self._write_states({n: c.final for n, c in carried.items()}, state, "state")
+        if not detached:
+            grads = {n: c.dfinal for n, c in carried.items() if c.dfinal}
+            self._write_states(grads, final_grads, "final_grads")
+        step = self._run(rows, targets, **options)
+        read = self.buffers.read
+        return Chunk(
+            float(step.encoder.read(step.tensors.loss)[0]),
+            self.read_grads(),
+            {name: read(c.final) for name, c in carried.items()},
+            {name: read(c.dinitial) for name, c in carried.items() if c.dinitial},
+        )
+
+    def _write_states(
+        self, tensors: Mapping[str, Tensor], given: Mapping[str, Array] | None, what: str
+    ) -> None:
+        """Write arrays by name, or zeros where none are given. Raises DataError."""
+        if given is None:
+            self.buffers.clear(*tensors.values())
+            return
+        found, wanted = _shapes(given), {n: t.shape for n, t in tensors.items()}
+        if found != wanted:
+            raise DataError(f"{what}: arrays are {found}, must be {wanted}")
+        for name, tensor in tensors.items():
+            self.buffers.write(tensor, np.asarray(given[name], np.float32))
+
+    def carried_states(self, batch: int, prefix: str) -> dict[str, Tensor]:
+        """The persistent tensors that training steps of this batch size carry on, by name."""
+        plan = Plan(self.layout, self.device.target)
+        states = language_model.carried_state(plan, self.config, batch, prefix=prefix)
+        return {name: carried.final for name, carried in _by_name(states).items()}
 
     def update(self, state: Mapping[str, Array]) -> None:
         """Replace some parameters, an adapter's among them. Nothing is written unless all fit.

@@ -44,11 +44,13 @@ Array = np.ndarray[Any, Any]
 
 TRAINER_STATE = "trainer_state.json"
 MOMENTS = "optimizer.safetensors"
+STATES = "states.safetensors"
+_CARRIED = "carried"  # of the names of the states that a trainer carries
 METRICS = "metrics.jsonl"
 TUNING = "tuning.json"
 _AHEAD = 64  # steps given to the GPU before one waits for it; its log holds more
 # What decides which tokens the batch of a given number holds
-_POSITION = ("seed", "batch_size", "seq_len", "gradient_accumulation")
+_POSITION = ("seed", "batch_size", "seq_len", "gradient_accumulation", "carry_state")
 
 
 @dataclass(eq=False)
@@ -176,6 +178,9 @@ class Trainer:
             check_f16(model.device)
         model.set_trainable(self._prepare(), config.shard)
         model.layout.set_decay(config.decays)
+        if config.carry_state:
+            self._states  # noqa: B018 - which refuses layers that have none
+            self.reset_states()
 
     def _prepare(self) -> Collection[str]:
         """Names of what trains: an adapter, which is added where it is asked for, or what matches."""
@@ -196,6 +201,16 @@ class Trainer:
                 "the model has an adapter, which alone trains: merge it, or omit train"
             )
         return [spec.name for spec in model.adapter.parameters(model.config)]
+
+    @property
+    def _states(self) -> dict[str, Tensor]:
+        """What is carried from step to step, by name."""
+        return self.model.carried_states(self.config.batch_size, _CARRIED)
+
+    def reset_states(self) -> None:
+        """Have the next step begin with states of zero, where they are carried: `fit` does so at
+        the start of each epoch."""
+        self.model.buffers.clear_named(f"{_CARRIED}.")
 
     def owned_state(self) -> dict[str, Array]:
         """Copies of the parameters that this process updates: what the others of a sharded run
@@ -232,6 +247,7 @@ class Trainer:
             seqlen,
             update=True,
             documents=documents,
+            carried=_CARRIED if self.config.carry_state else "",
             activation_checkpointing=self.config.activation_checkpointing,
             memory_budget=self.config.memory_budget,
             precision=self.config.precision,
@@ -307,6 +323,10 @@ class Trainer:
                 if result.skipped or not math.isfinite(result.loss):
                     self._explain(result.step, batches, count)
         else:
+            if self.config.carry_state:  # the states go on all the same
+                for step, batch in zip(steps, batches, strict=True):
+                    self.model.load_batch(step, batch.inputs, batch.targets, 1, batch.documents)
+                    step.encoder.run("forward")
             result._row = {**dict.fromkeys(LOG, 0.0), "skipped": 1.0}
             warnings.warn(
                 f"step {result.step}: all targets are ignored, nothing is learnt", stacklevel=2
@@ -374,7 +394,7 @@ class Trainer:
     def total_steps(self, dataset: Dataset) -> int:
         """Optimizer steps of the whole run on this dataset."""
         c = self.config
-        return c.total_steps(dataset.n_batches(c.batch_size, c.seq_len))
+        return c.total_steps(dataset.n_batches(c.batch_size, c.seq_len, c.carry_state))
 
     def _windows(self, dataset: Dataset) -> Iterator[tuple[list[Batch], int, int]]:
         """(micro-batches, epoch, batches used of it) of one optimizer step after another."""
@@ -382,7 +402,8 @@ class Trainer:
         epoch, used = self.progress.epoch, self.progress.batch
         while True:
             window: list[Batch] = []
-            for batch in dataset.batches(c.batch_size, c.seq_len, c.seed, epoch, start=used):
+            shape = c.batch_size, c.seq_len
+            for batch in dataset.batches(*shape, c.seed, epoch, used, c.carry_state):
                 window.append(batch)
                 used += 1
                 if len(window) == c.gradient_accumulation:
@@ -446,6 +467,8 @@ class Trainer:
                     encoders = [self._compiled(batch).encoder for batch in window]
                     if reload:
                         reload.before_step(encoders)
+                if c.carry_state and used == len(window):
+                    self.reset_states()
                 unlogged.append((self.step_batches(window, total), epoch))
                 if reload:
                     with clock.paused():
@@ -543,6 +566,10 @@ class Trainer:
         with checkpoint.new_checkpoint(out, self.progress.step) as folder:
             self.model.save_pretrained(folder)
             checkpoint.save_tensors(folder / MOMENTS, moments, shapes=shapes)
+            if self.config.carry_state:
+                read = self.model.buffers.read
+                states = {name: read(tensor) for name, tensor in self._states.items()}
+                checkpoint.save_tensors(folder / STATES, states)
             checkpoint.write_json(folder / TRAINER_STATE, state)
             self._record_tuning(Path(out))
         checkpoint.rotate(out, self.config.keep_checkpoints)
@@ -612,7 +639,8 @@ class Trainer:
             progress = Progress(**{k: int(v) for k, v in state["progress"].items()})
             counters = {name: int(state["optimizer"][name]) for name in STATE}
             loss_scale = _loss_scale(state)
-            fixed = {name: state["train"][name] for name in _POSITION}
+            settings = {"carry_state": False, **state["train"]}  # older ones did not know it
+            fixed = {name: settings[name] for name in _POSITION}
             patterns, shard = state["train"].get("train", ()), state["train"].get("shard")
             before = TrainConfig(train=patterns, shard=shard)
             had: Collection[str] = before.trained(specs)
@@ -640,6 +668,11 @@ class Trainer:
         moments = checkpoint.load_tensors(folder / MOMENTS)
         saved = {f"{kind}.{n}": s.shape for kind in "mv" for n, s in specs.items() if n in had}
         checkpoint.check_names(saved, moments.shapes, folder / MOMENTS)
+        states = None
+        if self.config.carry_state and (folder / STATES).exists():
+            states = checkpoint.load_tensors(folder / STATES)
+            shapes = {name: tensor.shape for name, tensor in self._states.items()}
+            checkpoint.check_names(shapes, states.shapes, folder / STATES)
         self._use_recorded_tuning(folder.parent / TUNING)
         self.model.load_state_dict(weights, str(folder))
         if adapter:
@@ -655,6 +688,10 @@ class Trainer:
                 f"{folder.name} was made without updating {new[0]}{more}: moments start at zero",
                 stacklevel=2,
             )
+        self.reset_states()
+        if states:
+            for name, tensor in self._states.items():
+                self.model.buffers.write(tensor, states[name])
         self.model.buffers.write(optimizer.state, np.array(list(counters.values()), np.uint32))
         if optimizer.loss_scale:
             self.model.buffers.write(optimizer.loss_scale, np.array(loss_scale))

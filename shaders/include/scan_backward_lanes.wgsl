@@ -191,5 +191,12 @@ $$ for q in range(quads)
         partials[at + (group + {{ q }}u) * d_inner] = dA{{ q }} * AD[(groups + group + {{ q }}u) * d_inner + channel];
 $$ endfor
         if (group == 0u) { partials[at + groups * d_inner] = vec4f(dD, 0.0, 0.0, 0.0); }
+$$ if leaves
+        if (wid.y == 0u) {
+$$ for q in range(quads)
+            partials[(wid.z * {{ segments }}u * groups + group + {{ q }}u) * d_inner + channel] = carried{{ q }};
+$$ endfor
+        }
+$$ endif
     }
 }

@@ -150,6 +150,13 @@ $$ for q in range(groups)
         partials[at + {{ q * d_inner }}u] = dA{{ e }}_{{ q }} * AD[{{ groups + q }}u * d_inner + channel{{ e }}];
 $$ endfor
         partials[at + groups * d_inner] = vec4f(dD{{ e }}, 0.0, 0.0, 0.0);
+$$ if leaves
+        if (wid.y == 0u) {
+$$ for q in range(groups)
+            partials[(wid.z * {{ segments }}u * groups + {{ q }}u) * d_inner + channel{{ e }}] = carried{{ e }}_{{ q }};
+$$ endfor
+        }
+$$ endif
     }
 $$ endfor
 }

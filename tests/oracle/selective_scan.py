@@ -197,15 +197,18 @@ COMBINE = dims(seqlen=20, d_state=6, chunk=2, per_segment=3)
     case(**COMBINE),
     case(("state",), **{**COMBINE, "slots": COMBINE["segments"], "per_segment": 1}, reverse=True),
     case(**COMBINE, resets=True),
+    case(("delta_sums",), **{**COMBINE, "per_segment": 1, "segments": 1}),
     draw={"AD": ad_draw, "delta_sums": sums_draw},
 )
-def scan_combine(AD, delta_sums, state, states, per_segment, reverse, resets):
-    A, segments = AD[: len(AD) // 2], delta_sums.shape[1]
+def scan_combine(AD, delta_sums, state, states, segments, per_segment, reverse, resets):
+    A = AD[: len(AD) // 2]
     out = np.full_like(states, np.nan)
     carry = 0 if state is None else state
     for k in reversed(range(segments)) if reverse else range(segments):
         slot = k * per_segment
         out[:, slot] = carry
+        if segments == 1:
+            break
         sums = delta_sums[:, k][:, None, :, None]
         carry = np.exp(A * np.abs(sums)) * carry * (sums >= 0) + states[:, slot]
     return {"states": out}
@@ -225,7 +228,13 @@ def scan_combine(AD, delta_sums, state, states, per_segment, reverse, resets):
         **dims(seqlen=16, d_inner=32, d_state=16, dt_rank=4, chunk=8),
         discretization="zoh",
     ),
-    case((), **dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3), outputs=2),
+    case(
+        (),
+        **dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3),
+        outputs=2,
+        started=True,
+    ),
+    case((), **dims(seqlen=9, d_inner=16, d_state=8, chunk=4), outputs=2, started=True),
     case((), **dims(batch=1, seqlen=8, d_inner=2, d_state=1024, chunk=8), outputs=2),
     case((), **dims(seqlen=18, d_inner=33, d_state=7, chunk=4), outputs=2, resets=True),
     case((), **dims(seqlen=20, d_inner=16, d_state=16, chunk=4), outputs=2, resets=True),
@@ -253,6 +262,7 @@ def scan_forward(
     per_segment,
     segments,
     resets,
+    started,
     discretization,
 ):
     s = Steps(u, delta, x_dbl, AD, dt_rank, d_state, resets, discretization)
@@ -260,7 +270,7 @@ def scan_forward(
     h = np.zeros((batch, d_inner, s.A.shape[1])) if state is None else by_channel(state)
     starts, y = [], np.empty((batch, seqlen, d_inner))
     for t in range(seqlen):
-        if segments > 1 and t % (chunk * per_segment) == 0:
+        if started and t % (chunk * per_segment) == 0:
             h = by_channel(chunk_states[:, t // chunk])
         if t % chunk == 0:
             starts.append(by_group(h))
@@ -328,6 +338,11 @@ def scan_backward_local(
     case(**dims(seqlen=22, d_inner=9, d_state=6, chunk=8), resets=True, discretization="zoh"),
     case(**dims(), half=("u", "dy")),
     case(**dims(seqlen=32, d_inner=64, d_state=16, dt_rank=4, chunk=16), half=("u", "dy")),
+    case(**dims(seqlen=21, d_inner=16, d_state=6, chunk=4, channels=16, carried=256), leaves=True),
+    case(
+        **dims(seqlen=20, d_inner=40, d_state=12, chunk=2, per_segment=3, carried=4 * 960),
+        leaves=True,
+    ),
     draw=DRAW,
 )
 def scan_backward(
@@ -346,6 +361,7 @@ def scan_backward(
     segments,
     channels,
     carried,
+    leaves,
     resets,
     discretization,
 ):
@@ -390,31 +406,55 @@ def scan_backward(
     parameters = np.concatenate([by_group(dA), skip], 2)
     planes = np.full(du_ddt.shape, np.nan)
     planes[0, : du.size], planes[1, : du.size] = du.ravel(), ddt.ravel()
-    untouched = np.full(carried, np.nan)
+    kept = np.full(carried, np.nan)
+    if leaves:
+        kept[: carry.size].reshape(carry.shape)[:, 0] = by_group(e)
     return {
         "du_ddt": planes,
-        "partials": np.concatenate([untouched, dBC.ravel(), parameters.ravel()]),
+        "partials": np.concatenate([kept, dBC.ravel(), parameters.ravel()]),
     }
 
 
 SUMS = dims(seqlen=5, d_inner=7, d_state=6, channels=3, per_segment=1)
+LEFT = dims(seqlen=5, d_inner=7, d_state=6, channels=3, per_segment=1, carried=256)
+WIDE = dims(seqlen=9, d_inner=16, d_state=8, dt_rank=4, channels=8, per_segment=2, carried=512)
 
 
 @oracle(
-    case(**SUMS),
-    case(("dA_log",), **SUMS),
-    case(("dA_log", "dD"), **dims(seqlen=5, d_inner=16, d_state=8, dt_rank=4, channels=8)),
+    case(("dstate",), **SUMS),
+    case(("dA_log", "dstate"), **SUMS),
+    case(
+        ("dA_log", "dD", "dstate"),
+        **dims(seqlen=5, d_inner=16, d_state=8, dt_rank=4, channels=8),
+    ),
+    case(**LEFT, n_state=2 * 2 * 7 * 4),
+    case(**WIDE, n_state=2 * 2 * 16 * 4),
 )
 def scan_backward_sums(
-    partials, dA_log, dD, batch, seqlen, dt_rank, d_state, d_inner, blocks, segments
+    partials,
+    dA_log,
+    dD,
+    dstate,
+    batch,
+    seqlen,
+    dt_rank,
+    d_state,
+    d_inner,
+    blocks,
+    segments,
+    carried,
 ):
     groups = -(-d_state // 4)
+    carry, partials = partials[:carried], partials[carried:]
     count = batch * seqlen * blocks * 8 * groups
     dBC = partials[:count].reshape(batch, seqlen, blocks, 2, 4 * groups).sum(2)
     parameters = partials[count:].reshape(batch * segments, groups + 1, d_inner, 4).sum(0)
     dx_dbl = np.zeros((batch, seqlen, dt_rank + 2 * d_state))
     dx_dbl[..., dt_rank:] = dBC[..., :d_state].reshape(batch, seqlen, 2 * d_state)
     out = {"dx_dbl": dx_dbl}
+    if dstate is not None:
+        shape = (batch, segments, dstate.size // batch)
+        out["dstate"] = carry[: np.prod(shape)].reshape(shape)[:, 0]
     if dA_log is not None:
         out["dA_log"] = by_channel(parameters[:-1])[:, :d_state]
     if dD is not None:

@@ -34,9 +34,11 @@ def layer_parameters(config: MambaConfig, i: int) -> list[ParamSpec]:
     return specs
 
 
-def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int) -> Cache:
+def layer_state(
+    plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int, prefix: str
+) -> Cache:
     """Keys and values of the positions so far, at most `capacity`, of layer i."""
-    name, columns = f"state.{batch}.{i}", 2 * _kv_heads(config) * config.attn_head_dim
+    name, columns = f"{prefix}.{batch}.{i}", 2 * _kv_heads(config) * config.attn_head_dim
     return Cache(
         plan.persistent(f"{name}.kv", (batch, capacity, columns)),
         plan.persistent(f"{name}.position", (batch, 2), "u32"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from ..config import Layer, MambaConfig
+from ..errors import ConfigError
 from ..kernel import Tensor
 from ..ops.embedding import embedding
 from ..ops.rms_norm import rms_norm
@@ -42,9 +43,9 @@ class LayerType(Protocol):
         """
 
     def layer_state(
-        self, plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int
+        self, plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int, prefix: str
     ) -> Any:
-        """What layer i carries from token to token: persistent tensors "state.{batch}.{i}.…".
+        """What layer i carries from token to token: persistent tensors "{prefix}.{batch}.{i}.…".
 
         capacity   tokens for which a state that grows must have room
         """
@@ -82,13 +83,27 @@ def state_grows(config: MambaConfig) -> bool:
     return any(layer.type == "attention" for layer in config.schedule)
 
 
-def carried_state(plan: Plan, config: MambaConfig, batch: int, capacity: int) -> list[Any]:
-    """Persistent state of every layer, for generation.
+CHAINABLE = ("mamba",)  # layer types whose state may be carried in training
+
+
+def carried_state(
+    plan: Plan, config: MambaConfig, batch: int, capacity: int = 0, prefix: str = "state"
+) -> list[Any]:
+    """Persistent state of every layer: for generation, or carried on where the plan trains.
 
     capacity   tokens for which a state that grows has room
+    prefix     of the tensors' names, by which plans share them
+
+    Raises ConfigError where the plan trains, and a layer has no state for that.
     """
+    for layer in config.schedule:
+        if plan.training and layer.type not in CHAINABLE:
+            raise ConfigError(
+                f"a state is carried in training by layers of type {' or '.join(CHAINABLE)} only; "
+                f"the model has {layer.type!r}"
+            )
     return [
-        layer_type(layer.type).layer_state(plan, layer.config, batch, i, capacity)
+        layer_type(layer.type).layer_state(plan, layer.config, batch, i, capacity, prefix)
         for i, layer in enumerate(config.schedule)
     ]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..config import MambaConfig
 from ..kernel import Tensor, ceil_div
+from ..ops.carry import Carried, carried
 from ..ops.conv1d import conv1d_silu
 from ..ops.linear import Columns, linear
 from ..ops.rms_norm import rms_norm
@@ -46,24 +47,30 @@ def layer_parameters(config: MambaConfig, i: int) -> list[ParamSpec]:
 
 @dataclass(frozen=True)
 class LayerState:
-    """What the layer carries from token to token.
+    """What the layer carries from token to token, and in training from chunk to chunk.
 
     conv   (batch, d_conv - 1, d_inner): the last inputs of the convolution; None for d_conv 1
     ssm    (batch, ceil(d_state / 4), d_inner, 4): the state h
     """
 
-    conv: Tensor | None
-    ssm: Tensor
+    conv: Carried | None
+    ssm: Carried
+
+    def chained(self, plan: Plan) -> LayerState:
+        """The same, with tensors for gradients."""
+        return LayerState(self.conv and self.conv.chained(plan), self.ssm.chained(plan))
 
 
-def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int) -> LayerState:
-    """Persistent state of layer i, for generation; of one size, whatever the capacity."""
-    c, name = config, f"state.{batch}.{i}"
+def layer_state(
+    plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int, prefix: str
+) -> LayerState:
+    """Persistent state of layer i; of one size, whatever the capacity."""
+    c, name = config, f"{prefix}.{batch}.{i}"
     conv = None
     if c.d_conv > 1:
-        conv = plan.persistent(f"{name}.conv", (batch, c.d_conv - 1, c.d_inner))
+        conv = carried(plan, f"{name}.conv", (batch, c.d_conv - 1, c.d_inner))
     groups = ceil_div(c.d_state, 4)
-    return LayerState(conv, plan.persistent(f"{name}.ssm", (batch, groups, c.d_inner, 4)))
+    return LayerState(conv, carried(plan, f"{name}.ssm", (batch, groups, c.d_inner, 4)))
 
 
 def block(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..config import MambaConfig
 from ..kernel import Tensor
+from ..ops.carry import Carried, carried
 from ..ops.conv1d import conv1d_silu
 from ..ops.linear import Columns, linear
 from ..ops.rms_norm import rms_norm
@@ -56,16 +57,18 @@ class LayerState:
     ssm    (batch, n_heads, d_state, head_dim): the state h
     """
 
-    conv: Tensor | None
+    conv: Carried | None
     ssm: Tensor
 
 
-def layer_state(plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int) -> LayerState:
+def layer_state(
+    plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int, prefix: str
+) -> LayerState:
     """Persistent state of layer i, for generation; of one size, whatever the capacity."""
-    c, name = config, f"state.{batch}.{i}"
+    c, name = config, f"{prefix}.{batch}.{i}"
     conv = None
     if c.d_conv > 1:
-        conv = plan.persistent(f"{name}.conv", (batch, c.d_conv - 1, _conv_columns(c)))
+        conv = carried(plan, f"{name}.conv", (batch, c.d_conv - 1, _conv_columns(c)))
     return LayerState(
         conv, plan.persistent(f"{name}.ssm", (batch, c.n_heads, c.d_state, c.head_dim))
     )

@@ -1,7 +1,7 @@
 """Causal depthwise convolution over time, then SiLU: the short filter in front of the scan."""
 
-from ..errors import ShapeError
 from ..kernel import (
+    ALIGN,
     Grid,
     Kernel,
     Target,
@@ -11,12 +11,14 @@ from ..kernel import (
     ceil_div,
     elementwise,
     itemsize,
+    round_up,
     spread,
 )
 from ..plan import Plan
+from .carry import Carried
 from .linear import Columns, columns
 from .low_rank import effective_weight
-from .sum_partials import partial
+from .sum_partials import partials
 
 
 def _packed(v: Values) -> bool:
@@ -74,10 +76,15 @@ FORWARD = Kernel(
 
 STATE = Kernel(
     "conv1d_silu_state",
-    reads={"x": "batch seqlen x_stride"},
+    reads={
+        "x": "batch seqlen x_stride",
+        "initial?": "batch context d_inner",
+        "documents?": "batch seqlen",
+    },
     writes={"state": "batch context d_inner"},
     options={"x_start": 0},
     grid=elementwise(lambda v: int(v["batch"] * v["d_inner"])),
+    u32=frozenset({"documents"}),
     traffic=lambda v: 8 * v["batch"] * v["context"] * v["d_inner"],
 )
 
@@ -88,23 +95,50 @@ BACKWARD = Kernel(
         "x": "batch seqlen x_stride",
         "weight": "d_inner one d_conv",
         "bias?": "d_inner",
+        "state?": "batch context d_inner",
         "documents?": "batch seqlen",
     },
-    writes={
-        "dx": "batch seqlen x_stride",
-        "weight_partials?": "parts stride",
-        "bias_partials?": "parts bias_stride",
-    },
+    # sums over runs of timesteps, those for weight and then those for bias: a run's begin at
+    # multiples of these strides; 0: there are none
+    writes={"dx": "batch seqlen x_stride", "partials?": "n_partials"},
     # run: timesteps of a lane, and of a partial sum
-    options={"x_start": 0, "run": 64},
+    options={"x_start": 0, "run": 64, "weight_stride": 0, "bias_stride": 0},
     choose=by_kind({"workgroup": 64, "unroll": 4}),
     alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in (32, 128, 256)],
     grid=_grid,
-    vec4=lambda v: ("du", "x", "bias", "dx") if _packed(v) else (),
+    vec4=lambda v: ("du", "x", "bias", "state", "dx") if _packed(v) else (),
     u32=frozenset({"documents"}),
     half=frozenset({"du", "x", "dx"}),
     flops=lambda v: 2 * v["batch"] * v["seqlen"] * v["d_inner"] * (3 * v["d_conv"] + 6),
     traffic=lambda v: _traffic(v, "du", "x", "dx"),
+)
+
+BACKWARD_STATE = Kernel(
+    "conv1d_silu_backward_state",
+    reads={
+        "du": "batch seqlen d_inner",
+        "x": "batch seqlen x_stride",
+        "weight": "d_inner one d_conv",
+        "bias?": "d_inner",
+        "state": "batch context d_inner",
+        "documents?": "batch seqlen",
+        "dfinal": "batch context d_inner",
+    },
+    writes={"dstate": "batch context d_inner"},
+    options={"x_start": 0},
+    grid=elementwise(lambda v: int(v["batch"] * v["d_inner"])),
+    u32=frozenset({"documents"}),
+    traffic=lambda v: 20 * v["batch"] * v["context"] * v["d_inner"],
+)
+
+STATE_BACKWARD = Kernel(
+    "conv1d_silu_state_backward",
+    reads={"dfinal": "batch context d_inner", "documents?": "batch seqlen"},
+    writes={"dx": "batch seqlen x_stride"},
+    options={"x_start": 0},
+    grid=elementwise(lambda v: int(v["batch"] * v["d_inner"])),
+    u32=frozenset({"documents"}),
+    traffic=lambda v: 12 * v["batch"] * v["context"] * v["d_inner"],
 )
 
 
@@ -114,7 +148,7 @@ def conv1d_silu(
     weight: Tensor,
     bias: Tensor | None,
     documents: Tensor | None = None,
-    state: Tensor | None = None,
+    state: Carried | None = None,
     name: str = "u",
 ) -> Tensor:
     """u = SiLU(x filtered over time), (batch, seqlen, d_inner), stored like x.
@@ -122,11 +156,11 @@ def conv1d_silu(
     x (batch, seqlen, d_inner) f32 or f16, a whole tensor or a range of columns; weight
     (d_inner, 1, d_conv) f32, its last tap multiplying the present timestep; bias (d_inner,) f32.
     Inputs before the first timestep are zero, or come from state (batch, d_conv - 1, d_inner) f32,
-    which is then brought up to date. documents (batch, seqlen) u32 are ids that do not decrease
+    which is left as the last inputs are. documents (batch, seqlen) u32 are ids that do not decrease
     along a row: inputs of other documents count as zero, and the state is document 0's. The
-    backward pass overwrites these columns of x's gradient.
+    backward pass overwrites these columns of x's gradient, and that of the state.
     Where the plan's layout has an adapter of weight, it is added to weight.
-    Raises ShapeError where shapes do not fit, or a state is given in training.
+    Raises ShapeError where shapes do not fit.
     Source: mamba_ssm's causal_conv1d_fn and causal_conv1d_update.
     """
     d_inner, _, d_conv = weight.shape
@@ -134,31 +168,52 @@ def conv1d_silu(
     batch, seqlen, _ = x.tensor.shape
     if d_conv == 1:
         state = None
-    if state and plan.training:
-        raise ShapeError("conv1d_silu carries a state between calls in inference only")
     weight = effective_weight(plan, weight, "conv1d.weight")
     u = plan.tensor(name, (batch, seqlen, d_inner), x.tensor.dtype)
     given = {"x": x.tensor, "x_start": x.start}
     taps = {"weight": weight, "bias": bias, "documents": documents}
-    plan.dispatch(FORWARD, **given, **taps, state=state, u=u)
+    initial = state.initial if state else None
+    plan.dispatch(FORWARD, **given, **taps, state=initial, u=u)
     if state:
-        plan.dispatch(STATE, **given, state=state)
+        before = None if state.initial is state.final else state.initial
+        plan.dispatch(STATE, **given, documents=documents, initial=before, state=state.final)
 
     def backward() -> None:
         run = _run(plan.target, batch, seqlen, d_inner)
         parts = batch * ceil_div(seqlen, run)
         dweight = plan.weight_grad(weight)
         dbias = plan.layout.grad(bias) if bias else None
+        summed = [grad for grad in (dweight, dbias) if grad]
+        du, dx = plan.grad(u), plan.grad(x.tensor)
         plan.dispatch(
             BACKWARD,
             **given,
             **taps,
-            du=plan.grad(u),
-            dx=plan.grad(x.tensor),
-            weight_partials=dweight and partial(plan, dweight, parts),
-            bias_partials=dbias and partial(plan, dbias, parts),
+            state=initial,
+            du=du,
+            dx=dx,
+            partials=partials(plan, summed, parts) if summed else None,
             run=run,
+            weight_stride=round_up(dweight.size, ALIGN) if dweight else 0,
+            bias_stride=round_up(dbias.size, ALIGN) if dbias else 0,
         )
+        if state and state.dinitial:
+            plan.dispatch(
+                BACKWARD_STATE,
+                **given,
+                **taps,
+                state=initial,
+                du=du,
+                dfinal=state.dfinal,
+                dstate=state.dinitial,
+            )
+            plan.dispatch(
+                STATE_BACKWARD,
+                dfinal=state.dfinal,
+                documents=documents,
+                dx=dx,
+                x_start=x.start,
+            )
 
     plan.tape(backward)
     return u

@@ -34,6 +34,7 @@ from ..kernel import (
     round_up,
 )
 from ..plan import Plan
+from .carry import Carried
 from .low_rank import effective_weight
 
 CHUNK = 32  # steps between the states that are kept
@@ -190,11 +191,11 @@ COMBINE = Kernel(
     "scan_combine",
     reads={
         "AD": "planes d_inner quad",
-        "delta_sums": "batch segments d_inner",
+        "delta_sums?": "batch segments d_inner",  # where there are several segments
         "state?": "batch groups d_inner quad",
     },
     writes={"states": "batch slots groups d_inner quad"},
-    options={"per_segment": 1, "reverse": False, "resets": False},
+    options={"segments": 1, "per_segment": 1, "reverse": False, "resets": False},
     choose=by_kind({"workgroup": 64}),
     grid=elementwise(lambda v: v["batch"] * v["groups"] * v["d_inner"], per_group=64),
     vec4=lambda v: ("AD", "state", "states"),
@@ -209,7 +210,8 @@ FORWARD = Kernel(
         "gy": "outputs plane",  # g, then y where the backward pass needs it
         "state?": "batch groups d_inner quad",
     },
-    options={**_SHAPE, "discretization": "euler"},
+    # started: whether chunk_states holds what each segment starts from
+    options={**_SHAPE, "started": False, "discretization": "euler"},
     choose=_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
     vec4=lambda v: ("AD", "chunk_states", "state", *_packed(v)),
@@ -252,7 +254,14 @@ BACKWARD = Kernel(
     },
     # du, then ddt; partials begin with what BACKWARD_LOCAL and COMBINE found, in `carried` elements
     writes={"du_ddt": "two plane", "partials": "n_partials"},
-    options={**_SHAPE, "channels": 32, "carried": 0, "discretization": "euler"},
+    # leaves: whether what leaves the first segment takes the place there of what entered it
+    options={
+        **_SHAPE,
+        "channels": 32,
+        "carried": 0,
+        "leaves": False,
+        "discretization": "euler",
+    },
     choose=_backward_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
     vec4=lambda v: ("AD", "chunk_states", "partials", *_packed(v)),
@@ -265,17 +274,25 @@ def _sums_elements(v: Values) -> int:
     """Sums that scan_backward_sums makes: of vec4s where columns divide by 4."""
     rows, columns = v["batch"] * v["seqlen"], v["d_x_dbl"]
     width = 4 if _packed(v) else 1
-    return int(rows * columns // width + v["d_inner"] * (v["d_state"] // width + 1))
+    parameters = v["d_inner"] * (v["d_state"] // width + 1)
+    return int(rows * columns // width + parameters + v.get("n_state", 0) // width)
 
 
 BACKWARD_SUMS = Kernel(
     "scan_backward_sums",
     reads={"partials": "n_partials"},
-    writes={"dx_dbl": "batch seqlen d_x_dbl"},
+    writes={"dx_dbl": "batch seqlen d_x_dbl", "dstate?": "*n_state"},
     adds={"dA_log?": "d_inner d_state", "dD?": "d_inner"},
-    options={"dt_rank": 1, "d_state": 16, "blocks": 1, "segments": 1, "d_inner": 1},
+    options={
+        "dt_rank": 1,
+        "d_state": 16,
+        "blocks": 1,
+        "segments": 1,
+        "d_inner": 1,
+        "carried": 0,  # elements of partials before the sums: dstate is among them
+    },
     grid=elementwise(_sums_elements),
-    vec4=lambda v: ("partials", "dx_dbl", "dA_log") if _packed(v) else (),
+    vec4=lambda v: ("partials", "dx_dbl", "dstate", "dA_log") if _packed(v) else (),
 )
 
 
@@ -293,7 +310,7 @@ def selective_scan(
     discretization: Discretization = "euler",
     a_log_clamp: tuple[float, float] | None = None,
     documents: Tensor | None = None,
-    state: Tensor | None = None,
+    state: Carried | None = None,
     chunk: int | None = None,
     per_segment: int | None = None,
     name: str = "scan",
@@ -315,8 +332,8 @@ def selective_scan(
     a_log_clamp   A_log is clamped to this range, without a gradient outside it
     documents     (batch, seqlen) u32, ids that do not decrease along a row: the state is zero where
                   one begins. A state that is given belongs to document 0
-    state         persistent (batch, ceil(d_state / 4), d_inner, 4): the scan starts from it and
-                  leaves its last state there; no gradient flows into it
+    state         (batch, ceil(d_state / 4), d_inner, 4): the scan starts from it and leaves its
+                  last state there
     chunk         steps between the states that are kept for the backward pass; by default what
                   suits the adapter, at least 16
     per_segment   chunks a segment; by default what fills the adapter
@@ -379,6 +396,9 @@ def selective_scan(
         chunk_states = plan.tensor(f"{name}.chunk_states", (batch, chunks, groups, d_inner, 4))
     gy = plan.tensor(f"{name}.gy", (2 if plan.training else 1, plane), u.dtype)
     g = gy.view(0, u.shape, f"{gy.name}.g")
+    # a state that is kept for the backward pass lies in chunk_states
+    started = segments > 1 or bool(state and plan.training)
+    sums = None
     if segments > 1:
         sums = plan.tensor(f"{name}.delta_sums", (batch, segments, d_inner))
         plan.dispatch(
@@ -390,13 +410,14 @@ def selective_scan(
             **walk,
             discretization=discretization,
         )
+    if started:
         plan.dispatch(
             COMBINE,
             AD=operands["AD"],
             delta_sums=sums,
-            state=state,
+            state=state.initial if state else None,
             states=chunk_states,
-            per_segment=walk["per_segment"],
+            **walk,
             resets=resets,
         )
     plan.dispatch(
@@ -405,9 +426,10 @@ def selective_scan(
         xz=xz,
         chunk_states=chunk_states,
         gy=gy,
-        state=state,
+        state=state.final if state else None,
         **shape,
         **walk,
+        started=started,
         discretization=discretization,
     )
 
@@ -418,12 +440,13 @@ def selective_scan(
         y = gy.view(plane, u.shape, f"{gy.name}.y")
         plan.dispatch(BACKWARD_GATE, xz=xz, y=y, dg=dy, dxz=plan.grad(xz))
         carry_shape = (batch, segments, groups, d_inner, 4)
-        carried = round_up(math.prod(carry_shape), ALIGN) if segments > 1 else 0
+        chained = bool(state and state.dinitial)
+        carried = round_up(math.prod(carry_shape), ALIGN) if segments > 1 or chained else 0
         dBC_size = batch * seqlen * blocks * 2 * groups * 4
         sums_size = dBC_size + batch * segments * (groups + 1) * d_inner * 4
         partials = plan.tensor(f"{g.name}.partials", (carried + sums_size,))
-        if carried:
-            carry = partials.view(0, carry_shape)
+        carry, sums = partials.view(0, carry_shape), None
+        if segments > 1:
             sums = plan.tensor(f"{g.name}.carry_delta_sums", (batch, segments, d_inner))
             plan.dispatch(
                 BACKWARD_LOCAL,
@@ -434,11 +457,14 @@ def selective_scan(
                 **shape,
                 **walk,
             )
+        if carried:
             plan.dispatch(
                 COMBINE,
                 AD=operands["AD"],
                 delta_sums=sums,
+                state=state.dfinal if state else None,
                 states=carry,
+                segments=segments,
                 reverse=True,
                 resets=resets,
             )
@@ -456,12 +482,14 @@ def selective_scan(
             **walk,
             channels=channels,
             carried=carried,
+            leaves=chained,
             discretization=discretization,
         )
         plan.dispatch(
             BACKWARD_SUMS,
-            partials=partials.view(carried, (sums_size,)),
+            partials=partials if chained else partials.view(carried, (sums_size,)),
             dx_dbl=plan.grad(x_dbl),
+            dstate=state.dinitial if state else None,
             dA_log=plan.weight_grad(A_log),
             dD=plan.layout.grad(D),
             dt_rank=dt_rank,
@@ -469,6 +497,7 @@ def selective_scan(
             d_inner=d_inner,
             blocks=blocks,
             segments=segments,
+            carried=carried if chained else 0,
         )
 
     plan.tape(backward)

@@ -6,6 +6,8 @@ hands out space for the first stage; `sum_partials` plans the last for all that 
 since, one dispatch for a whole block of a model rather than one a parameter.
 """
 
+from collections.abc import Sequence
+
 from ..kernel import ALIGN, Kernel, Tensor, Values, by_kind, ceil_div, itemsize, round_up, spread
 from ..plan import Plan
 
@@ -45,17 +47,25 @@ def partial(plan: Plan, grad: Tensor, parts: int) -> Tensor:
     gradient's size.
     """
     stride = round_up(grad.size, ALIGN)
-    arena, start = None, 0
+    return partials(plan, [grad], parts).view(0, (parts, stride), f"{grad.name}.partials")
+
+
+def partials(plan: Plan, grads: Sequence[Tensor], parts: int) -> Tensor:
+    """Space as `partial` makes it for each of several gradients, one behind another: (elements,)."""
+    strides = [round_up(grad.size, ALIGN) for grad in grads]
+    size, arena, start = parts * sum(strides), None, 0
     if plan.partials:
-        last, of = plan.partials[-1]
+        last, _ = plan.partials[-1]
         end = last.start + last.size
-        fits = 4 * (end + parts * stride) <= plan.target.usable_binding
-        if fits and of.root is grad.root:  # one dispatch binds one arena and one page
+        if 4 * (end + size) <= plan.target.usable_binding:
             arena, start = last.root, end
-    arena = arena or plan.tensor(f"partials_for_{grad.name}", (0,))
-    arena.shape = (start + parts * stride,)
-    space = arena.view(start, (parts, stride), f"{grad.name}.partials")
-    plan.partials.append((space, grad))
+    arena = arena or plan.tensor(f"partials_for_{grads[0].name}", (0,))
+    arena.shape = (start + size,)
+    space, at = arena.view(start, (size,), f"{grads[0].name}.space"), 0
+    for grad, stride in zip(grads, strides, strict=True):
+        part = space.view(at, (parts, stride), f"{grad.name}.partials")
+        plan.partials.append((part, grad))
+        at += parts * stride
     return space
 
 
@@ -64,8 +74,11 @@ def sum_partials(plan: Plan) -> None:
     pending, plan.partials = plan.partials, []
     groups: list[list[tuple[Tensor, Tensor]]] = []
     for space, grad in pending:
-        # one dispatch adds once to a gradient: layers that share parameters take turns
-        if not groups or groups[-1][-1][0].root is not space.root or _has(groups[-1], grad):
+        # one dispatch binds one arena and one page, and adds once to a gradient: layers that share
+        # parameters take turns
+        before = groups[-1][-1] if groups else None
+        alike = before and before[0].root is space.root and before[1].root is grad.root
+        if not alike or _has(groups[-1], grad):
             groups.append([])
         groups[-1].append((space, grad))
     for segments in groups:
