@@ -18,7 +18,7 @@ from tensorboardX.proto import event_pb2
 import wgsl_train as wt
 from wgsl_train import checkpoint, cli
 from wgsl_train.config import MambaConfig, TrainConfig
-from wgsl_train.device import AdapterInfo
+from wgsl_train.device import AdapterInfo, with_target
 from wgsl_train.errors import ConfigError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -127,6 +127,27 @@ def test_training_says_what_it_does_and_keeps_the_log(train):
         "optimizer.safetensors",
         "trainer_state.json",
     }
+
+
+def test_a_run_says_its_precision(train, device, monkeypatch):  # U7
+    done = train("--precision=f16", steps=2)
+    assert done.code == 0, done.err
+    said = "precision  f16 storage, f32 arithmetic and master weights, loss scale 65536\n"
+    assert said in done.err
+    assert [r["loss_scale"] for r in log()] == [65536, 65536]
+    assert json.loads(Path("run/tuning.json").read_text())["precision"] == "f16"
+    state = checkpoint.latest("run") / "trainer_state.json"
+    saved = json.loads(state.read_text())
+    assert saved["loss_scale"] == {"scale": 65536, "clean_steps": 2, "overflows": 0}
+    saved["loss_scale"]["scale"] = 4096
+    state.write_text(json.dumps(saved))
+    again = train("--resume", steps=3)
+    assert "loss scale 4096\n" in again.err, again.err
+    assert log()[-1]["loss_scale"] == 4096
+    masked = with_target(device, features=device.target.features - {"shader-f16"})
+    monkeypatch.setattr("wgsl_train.cli.request_device", lambda *a, **k: masked)
+    refuses(train("--precision=f16", out="other"), "needs the feature shader-f16", 3)
+    refuses(train("--precision=bf16", out="other"), "precision is 'bf16'")
 
 
 def test_several_paths_and_patterns(run, train, tmp_path):

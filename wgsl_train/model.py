@@ -157,12 +157,12 @@ def plan_step(
     documents   let rows hold several documents, of which no one sees another
     carried     start from the state of this name, and leave it brought up to date; "": from zeros
     chained     make the gradient by that state, given the one by the state that is left
-    precision   storage of activations; where they are f16 and the plan updates, the gradients are
-                multiplied by the optimizer's loss scale
+    precision   storage of activations, where the plan trains; where they are f16 and it updates,
+                the gradients are multiplied by the optimizer's loss scale
 
-    Raises DeviceError where the target has no f16, ConfigError where the model's layers have none.
+    Raises DeviceError where the target has no f16.
     """
-    plan = Plan(layout, target, training=training, storage=precision)
+    plan = Plan(layout, target, training, precision if training else "f32")
     shape = f"{batch}x{seqlen}"
     tokens = plan.persistent(f"tokens.{shape}", (batch, seqlen), "u32")
     targets = plan.persistent(f"targets.{shape}", (batch, seqlen), "u32")

@@ -14,7 +14,7 @@ from .errors import WgslTrainError
 from .kernel import KERNELS, Stamps, Templates, stamps, use_templates
 from .model import Model
 from .plan import Dispatch
-from .trial import TOLERANCE, Deviation, Trial, deviation
+from .trial import Deviation, Trial, deviation
 
 OPS = Path(ops.__file__).parent
 INTERVAL = 0.2  # seconds between looks at the files
@@ -58,7 +58,7 @@ class HotReload:
 
     `before_step` and `after_step` stand around every step. An edited kernel is compiled before a
     step, which runs by the old one and lends its inputs to both: results that deviate by more
-    than `TOLERANCE` are refused, as is what does not compile. Nothing here ends a run.
+    than the tolerance of `trial` are refused, as is what does not compile. Nothing here ends a run.
     """
 
     def __init__(self, model: Model, say: Callable[[str], None]) -> None:
@@ -207,10 +207,10 @@ def _worst(candidate: _Candidate) -> float:
     worst = 0.0
     for pair in candidate.pairs:
         for binding, found in pair.deviations():
-            if found.error > TOLERANCE:
+            if found.error > found.allowed:
                 raise WgslTrainError(
                     f"{binding}{found}; a deviation of {found.error:.1e} of |value| + rms, "
-                    f"{TOLERANCE:.0e} is allowed"
+                    f"{found.allowed:.0e} is allowed"
                 )
             worst = max(worst, found.error)
     return worst

@@ -375,7 +375,8 @@ class Trainer:
                 f"{name}. Lower the learning rate{narrow}, or go on from an earlier checkpoint."
             )
         self._warned = True
-        warnings.warn(f"step {step} was skipped: non-finite at {name}", stacklevel=4)
+        halved = "; the loss scale is halved" if self.config.precision == "f16" else ""
+        warnings.warn(f"step {step} was skipped: non-finite at {name}{halved}", stacklevel=4)
 
     def first_non_finite(self) -> str | None:
         """Name of the first tensor with a NaN or infinity: a weight, else a gradient."""

@@ -15,6 +15,7 @@ from .plan import Dispatch, Layout, Plan
 Array = np.ndarray[Any, Any]
 
 TOLERANCE = 1e-4  # by which results of two versions of a kernel may deviate; see `deviation`
+HALF_TOLERANCE = 2e-3  # the same of f16 results: neighbouring numbers are 2^-10 apart
 
 
 class Trial:
@@ -69,14 +70,16 @@ class Trial:
 class Deviation:
     """Where an array differs most from another.
 
-    error   |got - wanted| / (|wanted| + the wanted's root mean square); infinite where just one
-            is not finite, or integers differ
+    error    |got - wanted| / (|wanted| + the wanted's root mean square); infinite where just one
+             is not finite, or integers differ
+    allowed  error of two versions of a kernel
     """
 
     error: float
     index: tuple[int, ...]
     wanted: float
     got: float
+    allowed: float
 
     def __str__(self) -> str:
         return f"{list(self.index)} is {self.got:.7g}, not {self.wanted:.7g}"
@@ -96,5 +99,9 @@ def deviation(wanted: Array, got: Array) -> Deviation:
     error[same] = 0.0
     index = np.unravel_index(int(error.argmax()), error.shape)
     return Deviation(
-        float(error[index]), tuple(map(int, index)), float(want[index]), float(have[index])
+        float(error[index]),
+        tuple(map(int, index)),
+        float(want[index]),
+        float(have[index]),
+        HALF_TOLERANCE if wanted.dtype == np.float16 else TOLERANCE,
     )
