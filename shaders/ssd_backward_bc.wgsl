@@ -1,23 +1,28 @@
-// The columns of B and C of dxBC, both summed over the heads of a group: dC[t] = sum over s of dscores[t, s] B[s] + exp(cum[t]) states
-// dy[t]; dB[s] = sum over t of dscores[t, s] C[t] + exp(cum[last] - cum[s]) delta[s] dstates x[s]
-$$ set strict = false
-$$ set from_heads = ceil_div(chunk, tile_k) * tile_k
+// The gradients of B and C, summed over the heads of a group: dC[t] = sum over s of dscores[t, s] B[s] + exp(cum[t]) states dy[t];
+// dB[s] = sum over t of dscores[t, s] C[t] + exp(cum[last] - cum[s]) delta[s] dstates x[s]; each part has some of the steps and heads
+$$ set strict, keeps_dt = false, false
+$$ set own_steps = 4 * ceil_div(chunk // 4, shares)
+$$ set part_steps = ceil_div(own_steps, tile_k) * tile_k
 $$ set per_head = ceil_div(head_dim, tile_k) * tile_k
-$$ set depth = from_heads + (n_heads // n_groups * per_head if "states" in bound else 0)
+$$ set part_heads = n_heads // (n_groups * shares)
+$$ set depth = part_steps + (part_heads * per_head if "states" in bound else 0)
 $$ set lines_m, lines_n, more, row_sums = chunk, d_state, none, false
 $$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
-$$ set products = 2 * batch * chunks * n_groups
-$$ set out_type, width = ("vec4f", 4) if "dxBC" in vec4 else ("f32", 1)
+$$ set products = 2 * batch * chunks * n_groups * shares
+$$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
 {$ include "include/ssd.wgsl" $}
 $$ set B_start, C_start = d_xBC - 2 * n_groups * d_state, d_xBC - n_groups * d_state
 
 var<private> of_B: bool; // whether the product is dB; the others are dC
+var<private> own_share: u32;
 
-fn begin(product: u32, first_row: u32) {
-    of_B = product % 2u == 0u;
-    own_group = product / 2u % {{ n_groups }}u;
-    own_chunk = product / {{ 2 * n_groups }}u % chunks;
-    own_sequence = product / ({{ 2 * n_groups }}u * chunks);
+fn begin(product: u32, first_row: u32, lane: u32) {
+    own_share = product % shares;
+    of_B = product / shares % 2u == 0u;
+    own_group = product / {{ 2 * shares }}u % {{ n_groups }}u;
+    own_chunk = product / {{ 2 * shares * n_groups }}u % chunks;
+    own_sequence = product / ({{ 2 * shares * n_groups }}u * chunks);
+    own_head = own_group * {{ n_heads // n_groups }}u + own_share * {{ part_heads }}u; // the first
 }
 
 fn score(t: u32, s: u32) -> f32 {
@@ -29,8 +34,9 @@ $$ endfor
 }
 
 fn load_a(t: u32, k: u32) -> vec4f {
-    if (k < {{ from_heads }}u) {
-        let d = vec4u({$ for j in range(4) $}{{ "min(k + " ~ j ~ "u, chunk - 1u)" }}{{ ", " if j < 3 }}{$ endfor $});
+    if (k < {{ part_steps }}u) {
+        let first = own_share * {{ own_steps }}u + k;
+        let d = vec4u({$ for j in range(4) $}{{ "min(first + " ~ j ~ "u, chunk - 1u)" }}{{ ", " if j < 3 }}{$ endfor $});
         let row = min(t, chunk - 1u);
         var values: vec4f;
         if (of_B) {
@@ -38,11 +44,11 @@ fn load_a(t: u32, k: u32) -> vec4f {
         } else {
             values = vec4f(score(row, d.x), score(row, d.y), score(row, d.z), score(row, d.w));
         }
-        return select(vec4f(), values, k < chunk);
+        return select(vec4f(), values, first < chunk{{ " && k < " ~ own_steps ~ "u" if own_steps < part_steps }});
     }
 $$ if "states" in bound
-    let p = (k - {{ from_heads }}u) % {{ per_head }}u;
-    let head = own_group * {{ n_heads // n_groups }}u + (k - {{ from_heads }}u) / {{ per_head }}u;
+    let p = (k - {{ part_steps }}u) % {{ per_head }}u;
+    let head = own_head + (k - {{ part_steps }}u) / {{ per_head }}u;
     let dt = dt_index(head);
     let count = {{ head_dim }} - i32(p);
     if (of_B) {
@@ -56,13 +62,14 @@ $$ endif
 
 fn load_b(n: u32, k: u32) -> vec4f {
     let line = min(n, {{ d_state - 1 }}u);
-    if (k < {{ from_heads }}u) {
+    if (k < {{ part_steps }}u) {
+        let first = own_share * {{ own_steps }}u + k;
         let column = select({{ B_start }}u, {{ C_start }}u, of_B) + own_group * {{ d_state }}u + line;
-        return vec4f({$ for j in range(4) $}{{ "xBC_one(row_of(k + " ~ j ~ "u) * d_xBC + column)" }}{{ ", " if j < 3 }}{$ endfor $});
+        return vec4f({$ for j in range(4) $}{{ "xBC_one(row_of(first + " ~ j ~ "u) * d_xBC + column)" }}{{ ", " if j < 3 }}{$ endfor $});
     }
 $$ if "states" in bound
-    let p = (k - {{ from_heads }}u) % {{ per_head }}u;
-    let head = own_group * {{ n_heads // n_groups }}u + (k - {{ from_heads }}u) / {{ per_head }}u;
+    let p = (k - {{ part_steps }}u) % {{ per_head }}u;
+    let head = own_head + (k - {{ part_steps }}u) / {{ per_head }}u;
     let i = (((own_sequence * chunks + own_chunk) * n_heads + head) * {{ d_state }}u + line) * {{ head_dim }}u + p;
     let count = {{ head_dim }} - i32(p);
     if (of_B) { return dstates_four(i, count); }
@@ -76,6 +83,6 @@ $$ endif
 
 fn finish(t: u32, n: u32, sum: {{ out_type }}) {
     if (!inside(t) || n >= {{ d_state }}u) { return; }
-    let column = select({{ C_start }}u, {{ B_start }}u, of_B) + own_group * {{ d_state }}u + n;
-    dxBC[(row_of(t) * d_xBC + column) / {{ width }}u] = sum;
+    let column = {{ out_start }}u + select({{ n_groups * d_state }}u, 0u, of_B) + own_group * {{ d_state }}u + n;
+    out[((own_share * {{ batch * seqlen }}u + row_of(t)) * out_stride + column) / {{ width }}u] = sum;
 }

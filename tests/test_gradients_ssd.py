@@ -66,9 +66,17 @@ class Dual:
         dscores = oracle.ssd_backward_scores(
             **given, dscores=np.zeros((1, *self.score_shape)), **sizes
         )
-        dBC = oracle.ssd_backward_bc(
-            **given, **dscores, states=saved["states"], dstates=back["states"], dxBC=xBC, **sizes
-        )["dxBC"]
+        columns = 2 * v["n_groups"] * v["d_state"]
+        shares = oracle.ssd_backward_bc(
+            **given,
+            **dscores,
+            states=saved["states"],
+            dstates=back["states"],
+            out=np.zeros((2, v["batch"], v["seqlen"], columns)),
+            out_start=0,
+            **sizes,
+        )["out"]
+        dBC = oracle.ssd_backward_bc_sum(shares, xBC)["dxBC"]
         made = oracle.ssd_backward_rows(
             y=saved["gated"]["y"],
             **given,

@@ -30,6 +30,7 @@ def dims(batch=2, seqlen=9, n_heads=4, head_dim=5, d_state=6, n_groups=2, chunk=
         "norm_groups": n_groups,
         "planes": 2,
         "splits": 1,
+        "shares": 1,
         "d_inner": d_inner,
         "d_xBC": d_xBC,
         "d_proj": d_inner + d_xBC + n_heads,
@@ -38,6 +39,23 @@ def dims(batch=2, seqlen=9, n_heads=4, head_dim=5, d_state=6, n_groups=2, chunk=
         "blocks": -(-d_state * head_dim // width // 64),
         "three": 3,
         **more,
+    }
+
+
+def tile(m, n, prefetch):
+    """The tiles of large GPUs, of 8 x 8 outputs a thread."""
+    return {
+        "tile_m": m,
+        "tile_n": n,
+        "tile_k": 16,
+        "thread_m": 8,
+        "thread_n": 8,
+        "swizzle": 8,
+        "warp_n": 8,
+        "prefetch": prefetch,
+        "packed": "",
+        "lanes": 0,
+        "workgroup": m * n // 64,
     }
 
 
@@ -210,12 +228,12 @@ def ssd_combine(dt_cum, starts, states, state, dots, reverse):
     return result
 
 
-def output_case(base, leave_out=(), **options):
+def output_case(base, leave_out=(), choices=None):
     """Forward: the columns of y; in reverse (dy is bound) the first ones of dxBC."""
     reverse = "dy" not in leave_out
     stride = base["d_xBC"] if reverse else base["d_inner"]
     unbound = (*leave_out, *(("D", "skip") if reverse else ()))
-    return case(**base, out_stride=stride, leave_out=unbound, **options)
+    return case(**base, out_stride=stride, leave_out=unbound, choices=choices)
 
 
 @oracle(
@@ -226,7 +244,11 @@ def output_case(base, leave_out=(), **options):
     output_case({**PACKED, "planes": 3}, leave_out=("dy",)),
     output_case(dims(seqlen=3), leave_out=("dy", "states")),
     output_case(dims(seqlen=3), leave_out=("states",)),
-    output_case(dims(seqlen=130, chunk=128, head_dim=68, n_heads=2), leave_out=("dy",)),
+    output_case(
+        dims(seqlen=130, chunk=128, head_dim=68, n_heads=2),
+        leave_out=("dy",),
+        choices=tile(128, 64, 1),
+    ),
     output_case(dims(seqlen=300, chunk=256, head_dim=4, n_heads=1, n_groups=1, batch=1)),
     output_case(
         dims(seqlen=300, chunk=256, head_dim=4, n_heads=1, n_groups=1, batch=1),
@@ -321,6 +343,7 @@ def ssd_norm_backward(
     case(**dims()),
     case(**dims(planes=3, head_dim=18, n_heads=6, n_groups=1, splits=3)),
     case(**{**PACKED, "planes": 3, "splits": 2}),
+    case(**dims(seqlen=160, chunk=160, head_dim=8, n_heads=2), choices=tile(128, 128, 0)),
     draw=DRAW,
 )
 def ssd_backward_scores(xBC, dt_cum, dy, dscores, d_state, head_dim):
@@ -332,11 +355,21 @@ def ssd_backward_scores(xBC, dt_cum, dy, dscores, d_state, head_dim):
     return {"dscores": np.moveaxis(terms, 3, 0)}
 
 
+def bc_case(base, leave_out=(), choices=None):
+    """In shares: all columns of a tensor of their own; else the last ones of dxBC."""
+    if base["shares"] > 1:
+        own = 2 * base["n_groups"] * base["d_state"]
+        return case(**base, out_stride=own, out_start=0, leave_out=leave_out, choices=choices)
+    return case(**base, out_stride=base["d_xBC"], out_start=base["d_inner"], leave_out=leave_out)
+
+
 @oracle(
-    case(**dims()),
-    case(**dims(planes=3, head_dim=18, n_heads=6, n_groups=1, splits=3)),
-    case(**{**PACKED, "planes": 3, "splits": 2}),
-    case(**dims(seqlen=3), leave_out=("states", "dstates")),
+    bc_case(dims()),
+    bc_case(dims(planes=3, head_dim=18, n_heads=6, n_groups=1, splits=3, shares=3)),
+    bc_case({**PACKED, "planes": 3, "splits": 2, "shares": 2}),
+    bc_case(dims(seqlen=40, chunk=20, d_state=140, shares=2), choices=tile(128, 128, 1)),
+    bc_case(dims(seqlen=3), leave_out=("states", "dstates")),
+    bc_case(dims(seqlen=12, chunk=12, shares=2), leave_out=("states", "dstates")),
     draw={
         **DRAW,
         # as ssd_backward_scores leaves them: nothing above the diagonal or past the end
@@ -347,20 +380,35 @@ def ssd_backward_scores(xBC, dt_cum, dy, dscores, d_state, head_dim):
         ),
     },
 )
-def ssd_backward_bc(xBC, dt_cum, dy, dscores, states, dstates, dxBC, d_state, head_dim):
-    n_groups = dscores.shape[3]
+def ssd_backward_bc(xBC, dt_cum, dy, dscores, states, dstates, out, d_state, head_dim, out_start):
+    n_groups, shares, chunk = dscores.shape[3], len(out), dscores.shape[-1]
     c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
     dscores = dscores.sum(0)
-    dC = np.einsum("bcgts,bcsgn->bctgn", dscores, c.B_groups)
-    dB = np.einsum("bcgts,bctgn->bcsgn", dscores, c.C_groups)
-    if states is not None:
-        by_group = (*dC.shape[:4], -1, d_state)
-        heads_C = np.einsum("bcht,bcthp,bchnp->bcthn", c.left_of_start, c.dy, states)
-        heads_B = np.einsum("bcht,bcthp,bchnp->bcthn", c.left_at_end * c.delta, c.x, dstates)
-        dC += heads_C.reshape(by_group).sum(4)
-        dB += heads_B.reshape(by_group).sum(4)
+    own_steps = 4 * -(-chunk // 4 // shares)
+    result = np.full(out.shape, np.nan)
+    for share in range(shares):
+        at = slice(share * own_steps, (share + 1) * own_steps)
+        dC = np.einsum("bcgts,bcsgn->bctgn", dscores[..., at], c.B_groups[:, :, at])
+        dB = np.einsum("bcgts,bctgn->bcsgn", dscores[..., at, :], c.C_groups[:, :, at])
+        if states is not None:
+            for d, terms in (
+                (dC, ("bcht,bcthp,bchnp->bcthn", c.left_of_start, c.dy, states)),
+                (dB, ("bcht,bcthp,bchnp->bcthn", c.left_at_end * c.delta, c.x, dstates)),
+            ):
+                heads = np.einsum(*terms).reshape(*d.shape[:4], shares, -1, d_state)
+                d += heads[:, :, :, :, share].sum(4)
+        both = np.concatenate([c.rows(dB), c.rows(dC)], -1)
+        result[share][..., out_start : out_start + both.shape[-1]] = both
+    return {"out": result}
+
+
+@oracle(
+    case(**dims(shares=3), columns=24),
+    case(**{**PACKED, "shares": 2}, columns=24),
+)
+def ssd_backward_bc_sum(partials, dxBC):
     left = np.full(dxBC.shape, np.nan)
-    left[..., -2 * n_groups * d_state :] = np.concatenate([c.rows(dB), c.rows(dC)], -1)
+    left[..., -partials.shape[-1] :] = partials.sum(0)
     return {"dxBC": left}
 
 

@@ -18,7 +18,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ShapeError
-from ..kernel import Grid, Kernel, Target, Tensor, Values, by_kind, ceil_div, round_up, spread
+from ..kernel import (
+    Grid,
+    Kernel,
+    Target,
+    Tensor,
+    Values,
+    by_kind,
+    ceil_div,
+    elementwise,
+    round_up,
+    spread,
+)
 from ..plan import Plan
 from .linear import direct, staged
 from .sum_partials import partial
@@ -27,18 +38,19 @@ from .sum_partials import partial
 CHUNK = {"portable": 64, "cpu": 64, "discrete": 128}
 MAX_CHUNK = 1024
 MAX_STATE = 1024
-_SPLITS = 4  # parts of a group's heads whose scores' gradients are summed apart, at most
+# Workgroups that a product over all heads of a group should have, by kind of adapter
+WORKGROUPS = {"portable": 64, "cpu": 1, "discrete": 512}
 
-# (tile_m, tile_n, tile_k, thread_m, thread_n)
+# (tile_m, tile_n, thread_m, thread_n, speed beside the best, workgroups that a multiprocessor needs)
 _TILES = (
-    (128, 64, 16, 8, 8),
-    (64, 64, 32, 8, 8),
-    (64, 64, 32, 8, 4),
-    (64, 64, 32, 4, 4),
-    (64, 32, 32, 4, 4),
-    (32, 32, 32, 4, 4),
-    (16, 16, 16, 4, 4),
+    (128, 128, 8, 8, 1.0, 1),
+    (128, 64, 8, 8, 0.95, 2),
+    (64, 64, 4, 4, 0.45, 1),
+    (64, 32, 4, 4, 0.4, 2),
+    (32, 32, 4, 4, 0.3, 4),
+    (16, 16, 4, 4, 0.1, 8),
 )
+_UNITS = {"portable": 16, "discrete": 132}  # multiprocessors
 
 
 def _divisor(n: int, limit: int) -> int:
@@ -46,19 +58,31 @@ def _divisor(n: int, limit: int) -> int:
     return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
-def _choose(m: str, n: str, widest: int = 32) -> Callable[[Target, Values], dict[str, Any]]:
-    """Tuning choices for many products (m, n): the largest tile that a product fills.
+def _choose(
+    count: Callable[[Values], int], m: str, n: str, fold: bool = False
+) -> Callable[[Target, Values], dict[str, Any]]:
+    """Tuning choices for `count` products (m, n): the tile that takes the least time.
 
-    widest   on a CPU: columns of a thread, at most
+    fold   a thread holds two tiles of sums
     """
 
     def choose(target: Target, v: Values) -> dict[str, Any]:
         if target.kind == "cpu":
-            widths = [w for w in (32, 24, 16, 8) if w <= (widest if target.lanes == 8 else 8)]
-            width = min(widths, key=lambda w: round_up(v[n], w))
+            widest = 8 if target.lanes != 8 else 16 if fold else 32
+            widths = [width for width in (32, 24, 16, 8) if width <= widest]
+            width = min(widths, key=lambda width: round_up(v[n], width))
             return direct(4, width, lanes=8 if target.lanes == 8 else 1)
-        fitting = [t for t in _TILES if t[0] <= max(v[m], 16) and t[1] <= max(v[n], 16)]
-        return staged(*fitting[0])
+        units = _UNITS.get(target.kind, _UNITS["portable"])
+
+        def work(tile: tuple[int, int, int, int, float, int]) -> float:
+            tile_m, tile_n, _, _, speed, at_once = tile
+            workgroups = count(v) * ceil_div(v[m], tile_m) * ceil_div(v[n], tile_n)
+            # as in linear.py: waves of workgroups, and a quarter of one to start and to drain
+            waves = ceil_div(workgroups, units * at_once) + 0.25
+            return waves * at_once * tile_m * tile_n / speed
+
+        tile_m, tile_n, thread_m, thread_n, _, _ = min(_TILES, key=work)
+        return staged(tile_m, tile_n, 16, thread_m, thread_n, prefetch=int(not fold))
 
     return choose
 
@@ -67,7 +91,14 @@ def _alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
     if target.kind == "cpu":
         lanes = 8 if target.lanes == 8 else 1
         return [direct(m, n, lanes=lanes) for m in (4, 8) for n in (8, 16, 32)]
-    return [staged(*tile, prefetch=prefetch) for tile in _TILES for prefetch in (0, 1)]
+    tiles = [tile[:4] for tile in _TILES] + [(64, 64, 8, 8), (64, 64, 8, 4), (128, 64, 8, 4)]
+    return [
+        staged(m, n, tile_k, thread_m, thread_n, prefetch=prefetch)
+        for m, n, thread_m, thread_n in tiles
+        for tile_k in (8, 16, 32)
+        for prefetch in (0, 1)
+        if 4 * tile_k * (m + n) <= 16384
+    ]
 
 
 def _products(count: Callable[[Values], int], m: str, n: str) -> Callable[[Values], Grid]:
@@ -135,7 +166,7 @@ SCORES = Kernel(
     reads={"xBC": "batch seqlen d_xBC"},
     writes={"scores": "batch chunks n_groups chunk chunk"},
     options={"d_state": 1, "reverse": False},
-    choose=_choose("chunk", "chunk"),
+    choose=_choose(_chunk_groups, "chunk", "chunk"),
     alternatives=_alternatives,
     grid=_products(_chunk_groups, "chunk", "chunk"),
     vec4=_vec4("scores", xBC=("d_xBC", "d_state")),
@@ -154,7 +185,7 @@ STATES = Kernel(
     reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy?": "batch seqlen d_inner"},
     writes={"states": _STATES},
     options={"n_groups": 1, "skip": ""},  # skip: "first" or "last" chunk, whose are not needed
-    choose=_choose("d_state", "head_dim"),
+    choose=_choose(_made, "d_state", "head_dim"),
     alternatives=_alternatives,
     grid=_products(_made, "d_state", "head_dim"),
     vec4=_vec4("dt_cum", xBC=_XBC, dy=("head_dim",), states=("head_dim",)),
@@ -194,7 +225,7 @@ OUTPUT = Kernel(
     },
     writes={"out": "batch seqlen out_stride", "skip?": "batch seqlen n_heads"},
     options={"d_state": 1, "head_dim": 1},
-    choose=_choose("chunk", "head_dim"),
+    choose=_choose(_chunk_heads, "chunk", "head_dim"),
     alternatives=_alternatives,
     grid=_products(_chunk_heads, "chunk", "head_dim"),
     vec4=_vec4(
@@ -297,12 +328,18 @@ BACKWARD_SCORES = Kernel(
     reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy": "batch seqlen d_inner"},
     writes={"dscores": "splits batch chunks n_groups chunk chunk"},
     options={"d_state": 1, "head_dim": 1},
-    choose=_choose("chunk", "chunk", widest=16),  # it holds two tiles of sums
+    choose=_choose(lambda v: _chunk_groups(v) * v["splits"], "chunk", "chunk", fold=True),
     alternatives=_alternatives,
     grid=_products(lambda v: _chunk_groups(v) * v["splits"], "chunk", "chunk"),
     vec4=_vec4("dt_cum", "dscores", xBC=_XBC, dy=("head_dim",)),
     flops=lambda v: 2 * _chunk_heads(v) * v["chunk"] ** 2 * v["head_dim"],
 )
+
+
+def _sides(v: Values) -> int:
+    """Products that ssd_backward_bc makes."""
+    return 2 * _chunk_groups(v) * int(v["shares"])
+
 
 BACKWARD_BC = Kernel(
     "ssd_backward_bc",
@@ -314,23 +351,32 @@ BACKWARD_BC = Kernel(
         "states?": "batch chunks n_heads d_states d_heads",
         "dstates?": "batch chunks n_heads d_states d_heads",
     },
-    writes={"dxBC": "batch seqlen d_xBC"},
-    options={"d_state": 1, "head_dim": 1},
-    choose=_choose("chunk", "d_state"),
+    writes={"out": "shares batch seqlen out_stride"},
+    options={"d_state": 1, "head_dim": 1, "out_start": 0},
+    choose=_choose(_sides, "chunk", "d_state"),
     alternatives=_alternatives,
-    grid=_products(lambda v: 2 * _chunk_groups(v), "chunk", "d_state"),
+    grid=_products(_sides, "chunk", "d_state"),
     vec4=_vec4(
         "dt_cum",
         xBC=_XBC,
         dy=("head_dim",),
         states=("head_dim",),
         dstates=("head_dim",),
-        dxBC=_XBC,
+        out=("d_state", "out_stride", "out_start"),
     ),
     flops=lambda v: (
         4 * _chunk_heads(v) * v["chunk"] * v["head_dim"] * v["d_state"]
         + 4 * _chunk_groups(v) * v["chunk"] ** 2 * v["d_state"]
     ),
+)
+
+BACKWARD_BC_SUM = Kernel(
+    "ssd_backward_bc_sum",
+    reads={"partials": "shares batch seqlen columns"},
+    writes={"dxBC": "batch seqlen d_xBC"},
+    grid=elementwise(lambda v: ceil_div(v["batch"] * v["seqlen"] * v["columns"], 4)),
+    vec4=lambda v: ("partials", "dxBC") if v["columns"] % 4 == 0 and v["d_xBC"] % 4 == 0 else (),
+    traffic=lambda v: 4 * v["batch"] * v["seqlen"] * v["columns"] * (v["shares"] + 1),
 )
 
 BACKWARD_ROWS = Kernel(
@@ -511,18 +557,28 @@ def ssd(
                 COMBINE, dt_cum=dt_cum, starts=states, states=dstates, dots=dots, reverse=True
             )
         plan.dispatch(OUTPUT, **given, scores=reverse, states=dstates, out=dxBC, **sizes)
-        splits = 1 if kind == "cpu" else _divisor(n_heads // n_groups, _SPLITS)
+        # the heads of a group are dealt out where there are few products
+        wanted = WORKGROUPS.get(kind, WORKGROUPS["portable"])
+        splits = _divisor(n_heads // n_groups, ceil_div(wanted, 2 * batch * chunks * n_groups))
         dscores = plan.tensor(f"{name}.dscores", (splits, *score_shape))
         plan.dispatch(BACKWARD_SCORES, **given, dscores=dscores, **sizes)
+        columns = 2 * n_groups * d_state
+        out_bc, out_start = dxBC.view(0, (1, *dxBC.shape)), d_inner
+        if splits > 1:
+            out_bc = plan.tensor(f"{name}.dBC", (splits, batch, seqlen, columns))
+            out_start = 0
         plan.dispatch(
             BACKWARD_BC,
             **given,
             dscores=dscores,
             states=states,
             dstates=dstates,
-            dxBC=dxBC,
+            out=out_bc,
+            out_start=out_start,
             **sizes,
         )
+        if splits > 1:
+            plan.dispatch(BACKWARD_BC_SUM, partials=out_bc, dxBC=dxBC)
         sums = plan.tensor(f"{name}.sums", (batch, chunks, n_heads, 3, chunk))
         plan.dispatch(
             BACKWARD_ROWS, y=y, **given, skip=skips, scores=scores, dxBC=dxBC, sums=sums, **sizes
