@@ -45,7 +45,7 @@ WORKGROUPS = {"portable": 64, "cpu": 1, "discrete": 512}
 _TILES = (
     (128, 128, 8, 8, 1.0, 1),
     (128, 64, 8, 8, 0.95, 2),
-    (64, 64, 4, 4, 0.45, 1),
+    (64, 64, 4, 4, 0.5, 1),
     (64, 32, 4, 4, 0.4, 2),
     (32, 32, 4, 4, 0.3, 4),
     (16, 16, 4, 4, 0.1, 8),
@@ -59,11 +59,16 @@ def _divisor(n: int, limit: int) -> int:
 
 
 def _choose(
-    count: Callable[[Values], int], m: str, n: str, fold: bool = False
+    count: Callable[[Values], int],
+    m: str,
+    n: str,
+    depth: Callable[[Values], int],
+    fold: bool = False,
 ) -> Callable[[Target, Values], dict[str, Any]]:
     """Tuning choices for `count` products (m, n): the tile that takes the least time.
 
-    fold   a thread holds two tiles of sums
+    depth   how many terms a sum has
+    fold    a thread holds two tiles of sums
     """
 
     def choose(target: Target, v: Values) -> dict[str, Any]:
@@ -82,7 +87,8 @@ def _choose(
             return waves * at_once * tile_m * tile_n / speed
 
         tile_m, tile_n, thread_m, thread_n, _, _ = min(_TILES, key=work)
-        return staged(tile_m, tile_n, 16, thread_m, thread_n, prefetch=int(not fold))
+        ahead = depth(v) >= 256 and not fold  # it loads one round that is not used
+        return staged(tile_m, tile_n, 16, thread_m, thread_n, prefetch=int(ahead))
 
     return choose
 
@@ -166,7 +172,7 @@ SCORES = Kernel(
     reads={"xBC": "batch seqlen d_xBC"},
     writes={"scores": "batch chunks n_groups chunk chunk"},
     options={"d_state": 1, "reverse": False},
-    choose=_choose(_chunk_groups, "chunk", "chunk"),
+    choose=_choose(_chunk_groups, "chunk", "chunk", lambda v: v["d_state"]),
     alternatives=_alternatives,
     grid=_products(_chunk_groups, "chunk", "chunk"),
     vec4=_vec4("scores", xBC=("d_xBC", "d_state")),
@@ -185,7 +191,7 @@ STATES = Kernel(
     reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy?": "batch seqlen d_inner"},
     writes={"states": _STATES},
     options={"n_groups": 1, "skip": ""},  # skip: "first" or "last" chunk, whose are not needed
-    choose=_choose(_made, "d_state", "head_dim"),
+    choose=_choose(_made, "d_state", "head_dim", lambda v: v["chunk"]),
     alternatives=_alternatives,
     grid=_products(_made, "d_state", "head_dim"),
     vec4=_vec4("dt_cum", xBC=_XBC, dy=("head_dim",), states=("head_dim",)),
@@ -225,7 +231,7 @@ OUTPUT = Kernel(
     },
     writes={"out": "batch seqlen out_stride", "skip?": "batch seqlen n_heads"},
     options={"d_state": 1, "head_dim": 1},
-    choose=_choose(_chunk_heads, "chunk", "head_dim"),
+    choose=_choose(_chunk_heads, "chunk", "head_dim", lambda v: v["chunk"] + v["d_state"]),
     alternatives=_alternatives,
     grid=_products(_chunk_heads, "chunk", "head_dim"),
     vec4=_vec4(
@@ -323,14 +329,26 @@ NORM_BACKWARD = Kernel(
     traffic=lambda v: 24 * v["batch"] * v["seqlen"] * v["d_inner"],
 )
 
+
+def _split_groups(v: Values) -> int:
+    """Products that ssd_backward_scores makes."""
+    return _chunk_groups(v) * int(v["splits"])
+
+
+def _group_columns(v: Values) -> int:
+    """Channels of the heads of a group that are summed over at once."""
+    n_groups = v["n_groups"] * v.get("splits", v.get("shares", 1))
+    return int(v["n_heads"] * v["head_dim"] // n_groups)
+
+
 BACKWARD_SCORES = Kernel(
     "ssd_backward_scores",
     reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy": "batch seqlen d_inner"},
     writes={"dscores": "splits batch chunks n_groups chunk chunk"},
     options={"d_state": 1, "head_dim": 1},
-    choose=_choose(lambda v: _chunk_groups(v) * v["splits"], "chunk", "chunk", fold=True),
+    choose=_choose(_split_groups, "chunk", "chunk", _group_columns, fold=True),
     alternatives=_alternatives,
-    grid=_products(lambda v: _chunk_groups(v) * v["splits"], "chunk", "chunk"),
+    grid=_products(_split_groups, "chunk", "chunk"),
     vec4=_vec4("dt_cum", "dscores", xBC=_XBC, dy=("head_dim",)),
     flops=lambda v: 2 * _chunk_heads(v) * v["chunk"] ** 2 * v["head_dim"],
 )
@@ -353,7 +371,7 @@ BACKWARD_BC = Kernel(
     },
     writes={"out": "shares batch seqlen out_stride"},
     options={"d_state": 1, "head_dim": 1, "out_start": 0},
-    choose=_choose(_sides, "chunk", "d_state"),
+    choose=_choose(_sides, "chunk", "d_state", _group_columns),
     alternatives=_alternatives,
     grid=_products(_sides, "chunk", "d_state"),
     vec4=_vec4(
