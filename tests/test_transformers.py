@@ -3,6 +3,8 @@
 Needs the "transformers" extra: with torch it is too large for every run of the tests.
 """
 
+import json
+
 import numpy as np
 import pytest
 
@@ -64,6 +66,11 @@ def test_loss_and_every_gradient_agree(device, tmp_path, options):
         assert np.linalg.norm(grads[name] - want) <= 1e-4 * np.linalg.norm(want), name
 
 
+# The type is not known, or is taken for another one whose sizes make no sense
+StrictDataclassError = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
+REFUSALS = (KeyError, ValueError, StrictDataclassError)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options, name",
@@ -77,8 +84,11 @@ def test_loss_and_every_gradient_agree(device, tmp_path, options):
 )
 def test_a_model_that_it_cannot_compute_is_refused(device, tmp_path, options, name):
     wt.Model(MambaConfig(**SIZES, **options), device).save_pretrained(tmp_path)
-    for model in (transformers.MambaForCausalLM, transformers.Mamba2ForCausalLM):
-        with pytest.raises(KeyError, match=name):
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == name
+    for model in (
+        transformers.MambaForCausalLM,
+        transformers.Mamba2ForCausalLM,
+        transformers.AutoModelForCausalLM,
+    ):
+        with pytest.raises(REFUSALS):
             model.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=name):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
