@@ -166,7 +166,8 @@ def test_every_length(run, rng, seqlen, options):
     got, want = run(**operands, **options), expected(**operands)
     assert got.keys() == want.keys()
     for name in want:
-        close(got[name], want[name])
+        # sums over all timesteps of differences of sums: float32 is further off than in one scan
+        close(got[name], want[name], 3e-5 if name == "dA_log" else 1e-5)
 
 
 @pytest.mark.gpu

@@ -320,7 +320,9 @@ class Trainer:
             self._calls += 1
             if self.config.detect_anomaly:
                 self._collect()
-                if result.skipped or not math.isfinite(result.loss):
+                # where the loss is scaled, gradients that pass f16's range are in the order of things
+                wrong = result.skipped and self.config.precision == "f32"
+                if wrong or not math.isfinite(result.loss):
                     self._explain(result.step, batches, count)
         else:
             if self.config.carry_state:  # the states go on all the same
