@@ -337,6 +337,9 @@ def train(
     if resume and from_pretrained:
         raise typer.BadParameter("either --resume or --from-pretrained")
     tables = load_toml(config) if config else {"model": {}, "train": {}, "data": {}}
+    if resume and not dry_run and out_dir.is_dir():
+        with checkpoint.lock(out_dir):  # a run in progress drops old checkpoints as they are read
+            pass
     start = checkpoint.latest(out_dir) if resume else None
     if resume and start is None:
         raise ConfigError(f"{out_dir} has no whole checkpoint to resume from")
