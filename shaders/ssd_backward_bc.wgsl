@@ -1,6 +1,6 @@
 // The gradients of B and C, summed over the heads of a group: dC[t] = sum over s of dscores[t, s] B[s] + exp(cum[t]) states dy[t];
 // dB[s] = sum over t of dscores[t, s] C[t] + exp(cum[last] - cum[s]) delta[s] dstates x[s]; each part has some of the steps and heads
-$$ set strict, keeps_dt = false, false
+$$ set strict = false
 $$ set own_steps = 4 * ceil_div(chunk // 4, shares)
 $$ set part_steps = ceil_div(own_steps, tile_k) * tile_k
 $$ set per_head = ceil_div(head_dim, tile_k) * tile_k
@@ -16,7 +16,7 @@ $$ set B_start, C_start = d_xBC - 2 * n_groups * d_state, d_xBC - n_groups * d_s
 var<private> of_B: bool; // whether the product is dB; the others are dC
 var<private> own_share: u32;
 
-fn begin(product: u32, first_row: u32, lane: u32) {
+fn begin(product: u32, first_row: u32) {
     own_share = product % shares;
     of_B = product / shares % 2u == 0u;
     own_group = product / {{ 2 * shares }}u % {{ n_groups }}u;

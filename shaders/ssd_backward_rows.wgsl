@@ -1,6 +1,6 @@
 // dxBC's first columns, given du there without its skip: dx = delta du + skip dy. sums = [dy y - delta x du, the derivative by cum |
 // x (du + scores[t, t] dy), that by delta but for cum | x dy], each summed over the head's channels; y and du without their skips
-$$ set strict, keeps_dt = false, false
+$$ set strict = false
 $$ set packed = "y" in vec4
 $$ set columns = head_dim // (4 if packed else 1)
 {$ include "include/pack.wgsl" $}

@@ -1,5 +1,5 @@
 // dscores[part, t, s] = sum over the part's heads of exp(cum[t] - cum[s]) delta[s] (dy[t] x[s]) for s <= t, 0 for the others
-$$ set strict, keeps_dt = false, false
+$$ set strict = false
 $$ set per_fold = ceil_div(head_dim, tile_k) * tile_k
 $$ set per_part = n_heads // (n_groups * splits)
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, per_part * per_fold, none, false
@@ -12,7 +12,7 @@ $$ set out_type = "vec4f"
 
 var<private> own_part: u32;
 
-fn begin(product: u32, first_row: u32, lane: u32) {
+fn begin(product: u32, first_row: u32) {
     own_part = product % splits;
     own_group = product / splits % n_groups;
     own_chunk = product / {{ n_groups * splits }}u % chunks;

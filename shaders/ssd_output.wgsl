@@ -2,7 +2,6 @@
 // start; skip[t] = D + scores[t, t] delta[t]. With dy bound in reverse: out[s] = exp(cum[last] - cum[s]) B[s] states + sum over
 // t > s of scores[s, t] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end
 $$ set strict, reverse = true, "dy" in bound
-$$ set keeps_dt = lanes == 0 and 16 * (tile_k * (tile_m + tile_n) // 4 + planes * chunk // 4) <= 16384
 $$ set from_state = ceil_div(d_state, tile_k) * tile_k if "states" in bound else 0
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, head_dim, from_state + chunk, none, false
 $$ set first_row = "min(tile.x * " ~ tile_m ~ "u, " ~ chunk ~ "u)"
@@ -16,12 +15,12 @@ $$ set start = d_xBC - (2 if reverse else 1) * n_groups * d_state
 
 var<private> first_step: u32; // of those whose inputs are summed
 
-fn begin(product: u32, first_row: u32, lane: u32) {
+fn begin(product: u32, first_row: u32) {
     own_head = product % n_heads;
     own_group = own_head / {{ n_heads // n_groups }}u;
     own_chunk = product / n_heads % chunks;
     own_sequence = product / (n_heads * chunks);
-{{ "    keep_dt(own_head, lane);" if keeps_dt else "    own_dt = dt_index(own_head);" }}
+    own_dt = dt_index(own_head);
     first_step = {{ "first_row" if reverse else "0u" }};
 }
 
@@ -40,7 +39,7 @@ $$ endif
 $$ if reverse
     return select(vec4f(), left_in_four(own_dt, s, t) * scores[score_index(t, s) / 4u], s < chunk);
 $$ else
-    return select(vec4f(), left_of_four(own_dt, t, s) * scores[score_index(t, s) / 4u], s < chunk);
+    return select(vec4f(), left_of_four(own_dt, t, s) * delta_four(own_dt, s) * scores[score_index(t, s) / 4u], s < chunk);
 $$ endif
 }
 
@@ -56,7 +55,7 @@ $$ endif
 $$ if reverse
     return select(vec4f(), dy_four((row_of(s) * n_heads + own_head) * {{ head_dim }}u + p, count), inside(s));
 $$ else
-    return delta_at(own_dt, s) * xBC_four(row_of(s) * d_xBC + own_head * {{ head_dim }}u + p, count);
+    return xBC_four(row_of(s) * d_xBC + own_head * {{ head_dim }}u + p, count);
 $$ endif
 }
 

@@ -1,5 +1,5 @@
 // scores[t, s] = sum over d_state of C[t] B[s], for the steps of a chunk and each group; in reverse of B[t] C[s]
-$$ set n_heads, planes, strict, keeps_dt = n_groups, 2, false, false
+$$ set n_heads, planes, strict = n_groups, 2, false
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, d_state, none, false
 $$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
 $$ set products = batch * chunks * n_groups
@@ -7,7 +7,7 @@ $$ set out_type = "vec4f"
 {$ include "include/ssd.wgsl" $}
 $$ set B_start, C_start = d_xBC - 2 * n_groups * d_state, d_xBC - n_groups * d_state
 
-fn begin(product: u32, first_row: u32, lane: u32) {
+fn begin(product: u32, first_row: u32) {
     own_group = product % n_groups;
     own_chunk = product / n_groups % chunks;
     own_sequence = product / (n_groups * chunks);

@@ -1,7 +1,6 @@
 // states[n, p] = sum over a chunk's steps of exp(cum[last] - cum[t]) delta[t] B[t, n] x[t, p], what the chunk adds to the state by its end;
 // with dy bound of exp(cum[t]) C[t, n] dy[t, p], what it adds to the gradient of the state at its start
 $$ set strict, reverse = false, "dy" in bound
-$$ set keeps_dt = lanes == 0 and 16 * (tile_k * (tile_m + tile_n) // 4 + planes * chunk // 4) <= 16384
 $$ set lines_m, lines_n, depth, more, row_sums = d_state, head_dim, chunk, none, false
 $$ set a, b = {"along": "lines", "own": true}, {"along": "lines", "own": true}
 $$ set made = chunks - (1 if skip else 0)
@@ -10,12 +9,12 @@ $$ set out_type, width = ("vec4f", 4) if "states" in vec4 else ("f32", 1)
 {$ include "include/ssd.wgsl" $}
 $$ set start = d_xBC - (1 if reverse else 2) * n_groups * d_state
 
-fn begin(product: u32, first_row: u32, lane: u32) {
+fn begin(product: u32, first_row: u32) {
     own_head = product % n_heads;
     own_group = own_head / {{ n_heads // n_groups }}u;
     own_chunk = product / n_heads % {{ made }}u{{ " + 1u" if skip == "first" }};
     own_sequence = product / {{ n_heads * made }}u;
-{{ "    keep_dt(own_head, lane);" if keeps_dt else "    own_dt = dt_index(own_head);" }}
+    own_dt = dt_index(own_head);
 }
 
 fn load_a(n: u32, t: u32) -> vec4f {

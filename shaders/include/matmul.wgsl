@@ -7,8 +7,8 @@
 // row_sums is set. Rows and columns past the edge reach them. Where the kernel has a dim parts, the depth is dealt out to these,
 // and both take the part first; `more` is the last one's.
 // What a kernel may set besides. own, in a or b: it defines that side's load_a or load_b itself. until (WGSL): where the walk ends,
-// if before the depth's end. products: it makes so many products of these sizes, and defines begin(product, first_row, lane),
-// which all lanes call first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col,
+// if before the depth's end. products: it makes so many products of these sizes, and defines begin(product, first_row), which is
+// called first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col,
 // k / per_fold), a vec4f for 4 neighbouring columns.
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4

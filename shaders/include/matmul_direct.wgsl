@@ -9,7 +9,7 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
 $$ if products is defined
     let product = product_index(group_index(wid, groups));
     let tile = product_tile(group_index(wid, groups));
-    begin(product, tile.x * {{ tile_m }}u, thread);
+    begin(product, tile.x * {{ tile_m }}u);
 $$ else
     let tile = tile_index(group_index(wid, groups));
 $$ endif

@@ -3,7 +3,6 @@
 // dt_cum, each over its steps: delta, 0 past the sequence's end; cum, the sum of delta A log2(e) up to and with the step, which
 // never rises; with documents how many began up to then, and cum anew from each one's first step, so that none depends on the one
 // before it even in its last digit. The kernel sets strict: whether a step's own input is left out of what is left of inputs.
-// keeps_dt: whether it calls keep_dt(), after which a head's planes lie in workgroup memory, for it alone.
 $$ set ragged = seqlen % chunk > 0
 
 var<private> own_sequence: u32;
@@ -30,24 +29,8 @@ fn inside(t: u32) -> bool {
 }
 
 $$ if "dt_cum" in bound
-$$ if keeps_dt
-var<workgroup> kept_dt: array<vec4f, {{ planes * chunk // 4 }}>;
-
-fn keep_dt(head: u32, lane: u32) {
-$$ for f in range(ceil_div(planes * chunk // 4, workgroup))
-    if (lane + {{ f * workgroup }}u < {{ planes * chunk // 4 }}u) { kept_dt[lane + {{ f * workgroup }}u] = dt_cum[dt_index(head) / 4u + lane + {{ f * workgroup }}u]; }
-$$ endfor
-    workgroupBarrier();
-    own_dt = 0u;
-}
-$$ endif
-
 fn dt_one(i: u32) -> f32 {
-    return {{ "kept_dt" if keeps_dt else "dt_cum" }}[i / 4u][i % 4u];
-}
-
-fn dt_four(i: u32) -> vec4f {
-    return {{ "kept_dt" if keeps_dt else "dt_cum" }}[i / 4u];
+    return dt_cum[i / 4u][i % 4u];
 }
 
 fn delta_at(dt: u32, t: u32) -> f32 {
@@ -55,7 +38,7 @@ fn delta_at(dt: u32, t: u32) -> f32 {
 }
 
 fn delta_four(dt: u32, t: u32) -> vec4f {
-    return dt_four(dt + t);
+    return dt_cum[(dt + t) / 4u];
 }
 
 // What is left at step t of the state at the chunk's start.
@@ -72,16 +55,16 @@ fn left_at_end(dt: u32, t: u32) -> f32 {
 
 // What is left at step t of the inputs of the four steps from s on; 0 for those after t{{ ", and t's own" if strict }}.
 fn left_of_four(dt: u32, t: u32, s: u32) -> vec4f {
-    let left = exp2(min(dt_one(dt + {{ chunk }}u + t) - dt_four(dt + {{ chunk }}u + s), vec4f()));
+    let left = exp2(min(dt_one(dt + {{ chunk }}u + t) - dt_cum[(dt + {{ chunk }}u + s) / 4u], vec4f()));
     let before = vec4u(s, s + 1u, s + 2u, s + 3u) {{ "<" if strict else "<=" }} vec4u(t);
-    return select(vec4f(), left, before{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + t)) == dt_four(dt + " ~ 2 * chunk ~ "u + s))" if planes == 3 }});
+    return select(vec4f(), left, before{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + t)) == dt_cum[(dt + " ~ 2 * chunk ~ "u + s) / 4u])" if planes == 3 }});
 }
 
 // What is left at the four steps from t on of step s's input; 0 for those before s{{ ", and s itself" if strict }}.
 fn left_in_four(dt: u32, t: u32, s: u32) -> vec4f {
-    let left = exp2(min(dt_four(dt + {{ chunk }}u + t) - dt_one(dt + {{ chunk }}u + s), vec4f()));
+    let left = exp2(min(dt_cum[(dt + {{ chunk }}u + t) / 4u] - dt_one(dt + {{ chunk }}u + s), vec4f()));
     let after = vec4u(t, t + 1u, t + 2u, t + 3u) {{ ">" if strict else ">=" }} vec4u(s);
-    return select(vec4f(), left, after{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + s)) == dt_four(dt + " ~ 2 * chunk ~ "u + t))" if planes == 3 }});
+    return select(vec4f(), left, after{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + s)) == dt_cum[(dt + " ~ 2 * chunk ~ "u + t) / 4u])" if planes == 3 }});
 }
 $$ endif
 

@@ -87,7 +87,7 @@ def _choose(
             return waves * at_once * tile_m * tile_n / speed
 
         tile_m, tile_n, thread_m, thread_n, _, _ = min(_TILES, key=work)
-        ahead = depth(v) >= 256 and not fold  # it loads one round that is not used
+        ahead = depth(v) > 256 and not fold  # it costs registers, and a round that is not used
         return staged(tile_m, tile_n, 16, thread_m, thread_n, prefetch=int(ahead))
 
     return choose
