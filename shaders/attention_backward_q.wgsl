@@ -41,16 +41,8 @@ $$ for g in range(groups_n)
         p{{ i }}_{{ g }} = exp2(p{{ i }}_{{ g }} * {{ (scale * 1.4426950408889634) | f32 }} - lse{{ i }});
 $$ endfor
 $$ endfor
-        if (n0 + {{ tile_n }}u > m0 + 1u{{ " || n0 < split" if "documents" in bound }}) {
-$$ for g in range(groups_n)
-            let key{{ g }} = vec4u(n0 + (tn + {{ g * threads_n }}u) * 4u) + vec4u(0u, 1u, 2u, 3u);
-$$ endfor
-$$ for i in range(thread_m)
-$$ for g in range(groups_n)
-            p{{ i }}_{{ g }} = select(vec4f(), p{{ i }}_{{ g }}, key{{ g }} <= vec4u(row{{ i }}){{ " & (key" ~ g ~ " >= vec4u(from" ~ i ~ "))" if "documents" in bound }});
-$$ endfor
-$$ endfor
-        }
+$$ set first, unseen = "m0", "vec4f()"
+{$ include "include/attention_mask.wgsl" $}
 $$ for i in range(thread_m)
 $$ for g in range(groups_n)
         p{{ i }}_{{ g }} *= {{ scale | f32 }} * (dp{{ i }}_{{ g }} - delta{{ i }});

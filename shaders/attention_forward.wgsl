@@ -52,16 +52,8 @@ $$ for g in range(groups_n)
         p{{ i }}_{{ g }} *= {{ (scale * 1.4426950408889634) | f32 }};
 $$ endfor
 $$ endfor
-        if (n0 + {{ tile_n }}u > first_row + 1u{{ " || n0 < split" if "documents" in bound }}) {
-$$ for g in range(groups_n)
-            let key{{ g }} = vec4u(n0 + (tn + {{ g * threads_n }}u) * 4u) + vec4u(0u, 1u, 2u, 3u);
-$$ endfor
-$$ for i in range(thread_m)
-$$ for g in range(groups_n)
-            p{{ i }}_{{ g }} = select(vec4f(-3.0e38), p{{ i }}_{{ g }}, key{{ g }} <= vec4u(row{{ i }}){{ " & (key" ~ g ~ " >= vec4u(from" ~ i ~ "))" if "documents" in bound }});
-$$ endfor
-$$ endfor
-        }
+$$ set first, unseen = "first_row", "vec4f(-3.0e38)"
+{$ include "include/attention_mask.wgsl" $}
 $$ for i in range(thread_m)
         var most{{ i }} = p{{ i }}_0.x;
 $$ for g in range(groups_n)

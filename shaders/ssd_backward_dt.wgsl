@@ -13,11 +13,7 @@ $$ endif
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
-    // Neighbouring lanes hold neighbouring heads of all chunks, then comes the next slice of their steps.
-    let own = group_index(wid, groups) * {{ workgroup // slices }}u + lane % {{ workgroup // slices }}u;
-    let slice = lane / {{ workgroup // slices }}u;
-    let i = min(own, {{ batch * chunks * n_heads - 1 }}u);
-    let head = i % n_heads;
+{$ include "include/ssd_slice.wgsl" $}
     let part = i / n_heads;
     let first = part % chunks * chunk;
     let row0 = part / chunks * seqlen + first;

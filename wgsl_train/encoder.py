@@ -364,9 +364,7 @@ class Encoder:
         for section in sections:
             for d, item in zip(self.plan.sections[section], self.program[section], strict=True):
                 commands = self.device.wgpu.create_command_encoder()
-                compute = commands.begin_compute_pass()
-                _record(compute, [item])
-                compute.end()
+                _record_pass(commands, [item])
                 self.submit(self.device.guard(commands.finish))
                 yield d
 

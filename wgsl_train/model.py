@@ -163,10 +163,9 @@ def plan_step(
     Raises DeviceError where the target has no f16.
     """
     plan = Plan(layout, target, training, precision if training else "f32")
-    shape = f"{batch}x{seqlen}"
-    tokens = plan.persistent(f"tokens.{shape}", (batch, seqlen), "u32")
-    targets = plan.persistent(f"targets.{shape}", (batch, seqlen), "u32")
-    ids = plan.persistent(f"documents.{shape}", (batch, seqlen), "u32") if documents else None
+    tokens = _rows(plan, "tokens", batch, seqlen)
+    targets = _rows(plan, "targets", batch, seqlen)
+    ids = _rows(plan, "documents", batch, seqlen) if documents else None
     batch_scale = plan.persistent("batch_scale", (1,))
     loss = plan.persistent("loss", (1,))
     plan.clear_first.append(loss)
@@ -207,6 +206,11 @@ def plan_step(
         planned,
         _by_name(states or []),
     )
+
+
+def _rows(plan: Plan, what: str, batch: int, seqlen: int) -> Tensor:
+    """A persistent u32 for each position, which plans of this shape share and the host writes."""
+    return plan.persistent(f"{what}.{batch}x{seqlen}", (batch, seqlen), "u32")
 
 
 def _by_name(states: Sequence[Any]) -> dict[str, Carried]:
@@ -640,9 +644,7 @@ class Model:
 
     def _embedder(self, batch: int, seqlen: int, documents: bool, masked: bool) -> _Embedder:
         plan, tokens, own = self._forward_plan(batch, seqlen, documents)
-        counted = (
-            plan.persistent(f"counted.{batch}x{seqlen}", (batch, seqlen), "u32") if masked else None
-        )
+        counted = _rows(plan, "counted", batch, seqlen) if masked else None
         x = language_model.backbone(plan, self.config, tokens, documents=own)
         pooled = mean_pool(plan, x, counted)
         plan.keep.append(pooled)
@@ -653,10 +655,9 @@ class Model:
         self, batch: int, seqlen: int, documents: bool = False
     ) -> tuple[Plan, Tensor, Tensor | None]:
         """A plan for inference, its tokens and its documents, if it has any."""
-        plan, shape = Plan(self.layout, self.device.target, training=False), (batch, seqlen)
-        tokens = plan.persistent(f"tokens.{batch}x{seqlen}", shape, "u32")
-        own = plan.persistent(f"documents.{batch}x{seqlen}", shape, "u32") if documents else None
-        return plan, tokens, own
+        plan = Plan(self.layout, self.device.target, training=False)
+        own = _rows(plan, "documents", batch, seqlen) if documents else None
+        return plan, _rows(plan, "tokens", batch, seqlen), own
 
     def loss_and_grads(
         self,

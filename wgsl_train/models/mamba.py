@@ -5,6 +5,7 @@ Names of parameters are Hugging Face's `MambaForCausalLM`. See config.py for the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..config import MambaConfig
@@ -38,7 +39,12 @@ def layer_parameters(config: MambaConfig, i: int) -> list[ParamSpec]:
         "x_proj": (c.x_proj_bias, c.dt_rank + 2 * c.d_state),
         "out_proj": (c.use_bias, c.d_model),
     }
-    return specs + [
+    return specs + bias_parameters(mixer, biases)
+
+
+def bias_parameters(mixer: str, biases: Mapping[str, tuple[bool, int]]) -> list[ParamSpec]:
+    """Those of a mixer's biases, given by module as (used, size), that are used."""
+    return [
         ParamSpec(f"{mixer}.{name}.bias", (size,), decay=False)
         for name, (used, size) in biases.items()
         if used

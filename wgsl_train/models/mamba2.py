@@ -15,6 +15,7 @@ from ..ops.linear import Columns, linear
 from ..ops.rms_norm import rms_norm
 from ..ops.ssd import ssd
 from ..plan import ParamSpec, Plan
+from .mamba import bias_parameters
 
 
 def _conv_columns(config: MambaConfig) -> int:
@@ -42,11 +43,7 @@ def layer_parameters(config: MambaConfig, i: int) -> list[ParamSpec]:
         "conv1d": (c.use_conv_bias, d_xBC),
         "out_proj": (c.use_bias, c.d_model),
     }
-    return specs + [
-        ParamSpec(f"{mixer}.{name}.bias", (size,), decay=False)
-        for name, (used, size) in biases.items()
-        if used
-    ]
+    return specs + bias_parameters(mixer, biases)
 
 
 @dataclass(frozen=True)

@@ -197,38 +197,28 @@ BACKWARD_DELTA = Kernel(
     vec4=_vec4("dout", "out"),
 )
 
-_SAVED = {
-    "qkv": "batch seqlen d_qkv",
-    "dout": "batch seqlen d_out",
-    "lse": "batch n_heads seqlen",
-    "delta": "batch n_heads seqlen",
-    "documents?": "batch seqlen",
+_BACKWARD: dict[str, Any] = {  # what the two halves of the backward pass have in common
+    "reads": {
+        "qkv": "batch seqlen d_qkv",
+        "dout": "batch seqlen d_out",
+        "lse": "batch n_heads seqlen",
+        "delta": "batch n_heads seqlen",
+        "documents?": "batch seqlen",
+    },
+    "writes": {"dqkv": "batch seqlen d_qkv"},
+    "options": _HEADS,
+    "choose": _tiles,
+    "alternatives": _alternatives,
+    "vec4": _vec4("qkv", "dout", "dqkv"),
+    "u32": frozenset({"documents"}),
 }
 
 BACKWARD_Q = Kernel(
-    "attention_backward_q",
-    reads=_SAVED,
-    writes={"dqkv": "batch seqlen d_qkv"},
-    options=_HEADS,
-    choose=_tiles,
-    alternatives=_alternatives,
-    grid=_grid("n_heads"),
-    vec4=_vec4("qkv", "dout", "dqkv"),
-    u32=frozenset({"documents"}),
-    flops=lambda v: 3 * _products(v),
+    "attention_backward_q", **_BACKWARD, grid=_grid("n_heads"), flops=lambda v: 3 * _products(v)
 )
 
 BACKWARD_KV = Kernel(
-    "attention_backward_kv",
-    reads=_SAVED,
-    writes={"dqkv": "batch seqlen d_qkv"},
-    options=_HEADS,
-    choose=_tiles,
-    alternatives=_alternatives,
-    grid=_grid("n_kv_heads"),
-    vec4=_vec4("qkv", "dout", "dqkv"),
-    u32=frozenset({"documents"}),
-    flops=lambda v: 4 * _products(v),
+    "attention_backward_kv", **_BACKWARD, grid=_grid("n_kv_heads"), flops=lambda v: 4 * _products(v)
 )
 
 
