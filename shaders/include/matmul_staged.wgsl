@@ -1,65 +1,54 @@
-// matmul.wgsl through workgroup memory. A tile is kept there by lines, as vec4s of neighbouring lines, k after k; or packed, as
-// vec4s of neighbouring k, line after line. An operand that lies along k in storage is packed as it comes, or turned on the way.
+// matmul.wgsl through workgroup memory. A tile is kept there by lines, as vec4s of neighbouring lines, k after k. An operand that
+// lies along k in storage is turned on the way.
 $$ set threads_m, threads_n = tile_m // thread_m, tile_n // thread_n
 $$ set quads = tile_k // 4
-$$ set packed_a, packed_b = a.along == "k" and packed in ("a", "ab"), b.along == "k" and packed in ("b", "ab")
-// A packed line takes one vec4 more than it has, so that 8 neighbouring lines begin in different banks. Packed lines of b are dealt
-// out to four quarters: a thread's 4 neighbouring columns come one from each, and neighbouring threads read neighbouring lines.
-$$ set pitch = quads + 1
-$$ set quarter = tile_n // 4 * pitch + (quads - tile_n // 4 * pitch) % 8
 $$ set row_a, row_b = tile_m // 4, tile_n // 4
-// A thread's columns lie in groups of 4, a run of threads apart, and unless a is packed its rows too.
-{$ macro row_at(i) $}{{ "row0 + tm + " ~ i * threads_m ~ "u" if packed_a else "row0 + tm * 4u + " ~ (i // 4 * 4 * threads_m + i % 4) ~ "u" }}{$ endmacro $}
+// Of a turned operand, 8 neighbouring threads load neighbouring k of few lines, so that they ask for few stretches of memory. What
+// they keep would lie in the same banks; so its place is shifted by its k: that of a vec4 in its row, or where numbers are kept one
+// by one, that of a number in its vec4.
+$$ set shifts_a = a.along == "k" and row_a % 8 == 0 and threads_m % 8 == 0
+$$ set shifts_b = b.along == "k" and row_b % 8 == 0 and threads_n % 8 == 0
+$$ set one_by_one = shifts_a and single
+$$ set stride = 8 // quads if quads < 8 else 1
+{$ macro component(q, i) $}{{ ("xyzw", "yxwz", "zwxy", "wzyx")[q % 4 if one_by_one else 0][i] }}{$ endmacro $}
+{$ macro shifted(thread, q, shifts) $}{{ "(" ~ thread ~ " ^ " ~ q * stride % 8 ~ "u)" if shifts else thread }}{$ endmacro $}
+// A thread's rows and columns lie in groups of 4, a run of threads apart.
+{$ macro row_at(i) $}{{ "row0 + tm * 4u + " ~ (i // 4 * 4 * threads_m + i % 4) ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + tn * 4u + " ~ g * 4 * threads_n ~ "u" }}{$ endmacro $}
-var<workgroup> tile_a: array<vec4f, {{ tile_m * pitch if packed_a else tile_k * row_a }}>;
-var<workgroup> tile_b: array<vec4f, {{ 4 * quarter if packed_b else tile_k * row_b }}>;
+var<workgroup> tile_a: array<vec4f, {{ tile_k * row_a }}>;
+var<workgroup> tile_b: array<vec4f, {{ tile_k * row_b }}>;
 
-// Staging goes by blocks of 4 loads, a's blocks first, then b's.
+// Staging goes by blocks of 4 lines by 4 k, a's blocks first, then b's.
 $$ set blocks_a, blocks_b = row_a * quads, row_b * quads
 $$ set fetches = ceil_div(blocks_a + blocks_b, workgroup)
 $$ set even = (blocks_a + blocks_b) % workgroup == 0
-$$ for side, t, row, packs, blocks in [("a", a, row_a, packed_a, blocks_a), ("b", b, row_b, packed_b, blocks_b)]
-$$ if packs
-// Neighbouring threads take neighbouring k of a line, then the next line; the 4 loads of a block are far apart.
-fn fetch_{{ side }}(block: u32, first: u32, first_k: u32) -> mat4x4f {
-    let line = first + block / {{ quads }}u;
-    let k = first_k + block % {{ quads }}u * 4u;
-    return mat4x4f({$ for j in range(4) $}load_{{ side }}(line + {{ j * row }}u, k){{ ", " if j < 3 }}{$ endfor $});
-}
-fn keep_{{ side }}(block: u32, values: mat4x4f) {
-    let line = block / {{ quads }}u;
-    let quad = block % {{ quads }}u;
-$$ for j in range(4)
-$$ if side == "a"
-    tile_a[(line + {{ j * row }}u) * {{ pitch }}u + quad] = values[{{ j }}];
-$$ else
-    tile_b[(line + {{ j * row }}u) % 4u * {{ quarter }}u + (line + {{ j * row }}u) / 4u * {{ pitch }}u + quad] = values[{{ j }}];
-$$ endif
-$$ endfor
-}
-$$ else
-// A block is 4 lines by 4 k. Neighbouring threads take neighbouring lines (where memory runs along k only 8, then the next k, so
-// that loads stay whole), so that no two of 8 threads write to the same banks.
-$$ set run = row if t.along == "lines" else 8 if row % 8 == 0 else 4 if row % 4 == 0 else 1
+$$ for side, t, row, shifts in [("a", a, row_a, shifts_a), ("b", b, row_b, shifts_b)]
+$$ set ones = one_by_one and side == "a"
+// Neighbouring threads take so many neighbouring lines, then the next k.
+$$ set run = row if t.along == "lines" else 4 if row % 4 == 0 and not shifts else 1
 fn place_{{ side }}(block: u32) -> vec2u {
     return vec2u(block / {{ run * quads }}u * {{ run }}u + block % {{ run }}u, block / {{ run }}u % {{ quads }}u);
 }
 fn fetch_{{ side }}(block: u32, first: u32, first_k: u32) -> mat4x4f {
     let place = place_{{ side }}(block) * 4u + vec2u(first, first_k);
-$$ if t.along == "k"
-    return transpose(mat4x4f({$ for j in range(4) $}load_{{ side }}(place.x + {{ j }}u, place.y){{ ", " if j < 3 }}{$ endfor $}));
-$$ else
-    return mat4x4f({$ for j in range(4) $}load_{{ side }}(place.x, place.y + {{ j }}u){{ ", " if j < 3 }}{$ endfor $});
-$$ endif
+    return mat4x4f({$ for j in range(4) $}load_{{ side }}({{ ["place.x + " ~ j ~ "u, place.y", "place.x, place.y + " ~ j ~ "u"][t.along == "lines"] }}){{ ", " if j < 3 }}{$ endfor $});
 }
-fn keep_{{ side }}(block: u32, values: mat4x4f) {
+// What is fetched is not touched before it is kept, so that nothing waits for it while it is on the way.
+fn keep_{{ side }}(block: u32, fetched: mat4x4f) {
+    let values = {{ "transpose(fetched)" if t.along == "k" and not ones else "fetched" }};
     let place = place_{{ side }}(block);
-    let at = place.y * {{ 4 * row }}u + place.x;
+    let at = place.y * {{ 4 * row }}u + {{ "(place.x ^ place.y * " ~ stride ~ "u % 8u)" if shifts and not ones else "place.x" }};
 $$ for j in range(4)
+$$ if ones
+    let line{{ j }} = {{ j }}u ^ (place.y % 4u);
+$$ for k in range(4)
+    tile_{{ side }}[at + {{ k * row }}u][line{{ j }}] = values[{{ j }}][{{ k }}];
+$$ endfor
+$$ else
     tile_{{ side }}[at + {{ j * row }}u] = values[{{ j }}];
+$$ endif
 $$ endfor
 }
-$$ endif
 $$ endfor
 fn fetch(block: u32, row0: u32, col0: u32, k: u32) -> mat4x4f {
     if (block < {{ blocks_a }}u) { return fetch_a(block, row0, k); }
@@ -128,39 +117,21 @@ $$ if row_sums
         }
 $$ endif
 $$ for q in range(quads)
-        {
-$$ if packed_a
-$$ for i in range(thread_m)
-            let a{{ i }} = tile_a[tm * {{ pitch }}u + {{ i * threads_m * pitch + q }}u];
-$$ endfor
-$$ endif
-$$ if packed_b
-$$ for i in range(thread_n)
-            let b{{ i }} = tile_b[tn * {{ pitch }}u + {{ i % 4 * quarter + i // 4 * threads_n * pitch + q }}u];
-$$ endfor
-$$ endif
 $$ for j in range(4)
-            {
-$$ if not packed_a
+        {
 $$ for g in range(gm)
-                let a{{ g }} = tile_a[{{ (4 * q + j) * row_a + g * threads_m }}u + tm];
+            let a{{ g }} = tile_a[{{ (4 * q + j) * row_a + g * threads_m }}u + {{ shifted("tm", q, shifts_a and not one_by_one) }}];
 $$ endfor
-$$ endif
 $$ for g in range(gn)
-$$ if packed_b
-                let v{{ g }} = vec4f(b{{ 4 * g }}.{{ "xyzw"[j] }}, b{{ 4 * g + 1 }}.{{ "xyzw"[j] }}, b{{ 4 * g + 2 }}.{{ "xyzw"[j] }}, b{{ 4 * g + 3 }}.{{ "xyzw"[j] }});
-$$ else
-                let v{{ g }} = tile_b[{{ (4 * q + j) * row_b + g * threads_n }}u + tn];
-$$ endif
+            let b{{ g }} = tile_b[{{ (4 * q + j) * row_b + g * threads_n }}u + {{ shifted("tn", q, shifts_b) }}];
 $$ endfor
 $$ for i in range(thread_m)
 $$ for g in range(gn)
-                c{{ i }}_{{ g }} += {{ "a" ~ i ~ "." ~ "xyzw"[j] if packed_a else "a" ~ i // 4 ~ "." ~ "xyzw"[i % 4] }} * v{{ g }};
+            c{{ i }}_{{ g }} += a{{ i // 4 }}.{{ component(q, i % 4) }} * b{{ g }};
 $$ endfor
-$$ endfor
-            }
 $$ endfor
         }
+$$ endfor
 $$ endfor
 {$ include "include/matmul_fold.wgsl" $}
     }

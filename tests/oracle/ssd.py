@@ -53,7 +53,7 @@ def tile(m, n, prefetch):
         "swizzle": 8,
         "warp_n": 8,
         "prefetch": prefetch,
-        "packed": "",
+        "single": 0,
         "lanes": 0,
         "workgroup": m * n // 64,
     }

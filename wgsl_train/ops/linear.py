@@ -48,7 +48,7 @@ def staged(
     swizzle: int = 8,
     warp_n: int = 8,
     prefetch: int = 0,
-    packed: str = "",
+    single: int = 0,
 ) -> dict[str, Any]:
     """Tuning choices: operands are staged in workgroup memory.
 
@@ -58,8 +58,7 @@ def staged(
     swizzle                  tiles along m that are visited together
     warp_n                   of 32 neighbouring threads so many lie along n; 0: all that there are
     prefetch                 1: load the next operands to registers while computing
-    packed                   "a", "b", "ab": operands that are kept as they lie, though along k;
-                             the others are turned while they are staged
+    single                   1: an operand a that is turned is kept number by number, not by fours
     """
     threads_m, threads_n = tile_m // thread_m, tile_n // thread_n
     if warp_n and (threads_n % warp_n or threads_m % (32 // warp_n)):
@@ -73,7 +72,7 @@ def staged(
         "swizzle": swizzle,
         "warp_n": warp_n,
         "prefetch": prefetch,
-        "packed": packed,
+        "single": single,
         "lanes": 0,
         "workgroup": threads_m * threads_n,
     }
@@ -150,8 +149,8 @@ def _fastest(
     n: int,
     depth: int,
     parts: int = 1,
-    packed: str = "",
     prefetch: bool = True,
+    single: bool = False,
 ) -> tuple[float, dict[str, Any]]:
     """Estimated seconds of a staged product and the tile that takes the least: what counts is
     how full the last wave of workgroups leaves the adapter."""
@@ -168,35 +167,31 @@ def _fastest(
         for m_, n_, tm, tn, speed in _staged_tiles(target, m, n, parts)
     ]
     best, tile_m, tile_n, thread_m, thread_n = min(estimates)
-    tile_k = _tile_k(target, tile_m, tile_n, packed)
+    tile_k = _tile_k(tile_m, tile_n)
     ahead = prefetch and depth // parts >= 256  # it loads one round that is not used
-    return best, staged(
-        tile_m, tile_n, tile_k, thread_m, thread_n, prefetch=int(ahead), packed=packed
-    )
+    more = {"prefetch": int(ahead), "single": int(single)}
+    return best, staged(tile_m, tile_n, tile_k, thread_m, thread_n, **more)
 
 
-def _tile_k(target: Target, tile_m: int, tile_n: int, packed: str) -> int:
+def _tile_k(tile_m: int, tile_n: int) -> int:
     """How deep a tile goes between barriers; small ones go deep."""
-    # a packed tile is a quarter larger, which 16 KiB hold only half as deep
-    if packed and target.max_workgroup_memory < 32768:
-        return 8
     return 16 if tile_m + tile_n > 128 else 32  # in 16 KiB
 
 
 def _choose(
-    m: str, n: str, depth: str, packed: str = "", prefetch: bool = True, tall: bool = False
+    m: str, n: str, depth: str, prefetch: bool = True, single: bool = False, tall: bool = False
 ) -> Callable[[Target, Values], dict[str, Any]]:
     """Tuning choices for a product of the sizes that these dims or options have.
 
-    packed, prefetch   see `staged`
-    tall   the rows of a are neighbours in memory: on a CPU a thread then takes more of them, so
+    prefetch, single   see `staged`
+    tall       the rows of a are neighbours in memory: on a CPU a thread then takes more of them, so
            that more of a page of memory is read while it is at hand
     """
 
     def choose(target: Target, v: Values) -> dict[str, Any]:
         if target.kind != "cpu":
             parts = v.get("parts", 1)
-            return _fastest(target, v[m], v[n], v[depth], parts, packed, prefetch)[1]
+            return _fastest(target, v[m], v[n], v[depth], parts, prefetch, single)[1]
         if target.lanes != 8:
             return direct(8, 8)
         widths = [32, 40, 24, 16, 8]  # the first of those that waste the fewest columns
@@ -207,11 +202,11 @@ def _choose(
     return choose
 
 
-def _alternatives(m: str, n: str, *packed: str) -> Callable[[Target, Values], list[dict[str, Any]]]:
-    """Tuning choices to measure for a product of these sizes: all tiles, with and without prefetch.
-
-    packed   the ways to lay operands out that the kernel allows beside turning all of them
-    """
+def _alternatives(
+    m: str, n: str, turned: bool = True
+) -> Callable[[Target, Values], list[dict[str, Any]]]:
+    """Tuning choices to measure for a product of these sizes: all tiles, with and without prefetch,
+    and where a is turned in both ways."""
 
     def alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
         if target.kind == "cpu":
@@ -223,10 +218,10 @@ def _alternatives(m: str, n: str, *packed: str) -> Callable[[Target, Values], li
         tiles = _staged_tiles(target, v[m], v[n], v.get("parts", 1))
         tiles += [(64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
         return [
-            staged(m, n, _tile_k(target, m, n, how), tm, tn, prefetch=prefetch, packed=how)
+            staged(m, n, _tile_k(m, n), tm, tn, prefetch=prefetch, single=single)
             for m, n, tm, tn, _ in tiles
             for prefetch in (0, 1)
-            for how in ("", *packed)
+            for single in ((0, 1) if turned else (0,))
         ]
 
     return alternatives
@@ -296,8 +291,8 @@ FORWARD = Kernel(
     },
     writes={"out": "*rows out_stride"},
     options={"x_start": 0, "out_start": 0, "activation": "none", "scale": 1.0, **_STORED},
-    choose=_choose("rows", "d_out", "d_in", packed="ab"),
-    alternatives=_alternatives("rows", "d_out", "ab"),
+    choose=_choose("rows", "d_out", "d_in"),
+    alternatives=_alternatives("rows", "d_out"),
     grid=_grid("rows", "d_out"),
     vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, low=_RANK, B=_RANK, out=_OUT),
     stored=_stored,
@@ -311,8 +306,8 @@ BACKWARD_X = Kernel(
     reads=_BACKWARD_READS,
     adds={"dx": "*rows dx_stride"},
     options={"dout_start": 0, "dx_start": 0, "scale": 1.0, **_STORED},
-    choose=_choose("rows", "d_in", "d_out"),
-    alternatives=_alternatives("rows", "d_in", "a"),
+    choose=_choose("rows", "d_in", "d_out", single=True),
+    alternatives=_alternatives("rows", "d_in"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(
         dout=_DOUT,
@@ -332,8 +327,8 @@ BACKWARD_X_PARTIAL = Kernel(
     reads=_BACKWARD_READS,
     writes={"dx_partials": "parts part_stride"},
     options={"dout_start": 0, "scale": 1.0, **_STORED},
-    choose=_choose("rows", "d_in", "d_out"),
-    alternatives=_alternatives("rows", "d_in", "a"),
+    choose=_choose("rows", "d_in", "d_out", single=True),
+    alternatives=_alternatives("rows", "d_in"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(
         dout=_DOUT,
@@ -356,7 +351,7 @@ BACKWARD_WEIGHT = Kernel(
     adds={"dweight": "d_out d_in", "dbias?": "d_out"},
     options={"dout_start": 0, "x_start": 0},
     choose=_choose("d_out", "d_in", "rows", prefetch=False, tall=True),
-    alternatives=_alternatives("d_out", "d_in"),
+    alternatives=_alternatives("d_out", "d_in", turned=False),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
     flops=_flops,
@@ -370,7 +365,7 @@ BACKWARD_WEIGHT_PARTIAL = Kernel(
     writes={"weight_partials": "parts weight_stride", "bias_partials?": "parts bias_stride"},
     options={"d_out": 1, "d_in": 1, "dout_start": 0, "x_start": 0},
     choose=_choose("d_out", "d_in", "rows", tall=True),
-    alternatives=_alternatives("d_out", "d_in"),
+    alternatives=_alternatives("d_out", "d_in", turned=False),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, weight_partials=("d_in", "weight_stride")),
     flops=_flops,

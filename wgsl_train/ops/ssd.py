@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ShapeError
 from ..kernel import (
@@ -41,14 +41,29 @@ MAX_STATE = 1024
 # Workgroups that a product over all heads of a group should have, by kind of adapter
 WORKGROUPS = {"portable": 64, "cpu": 1, "discrete": 512}
 
-# (tile_m, tile_n, thread_m, thread_n, speed beside the best, workgroups that a multiprocessor needs)
+
+class _Tile(NamedTuple):
+    """A tile of a product, and what its choice assumes of it.
+
+    size              `staged`'s first arguments: tile_m, tile_n, tile_k, thread_m, thread_n
+    speed, triangle   an output's beside the best tile's, in a square product, and in one whose
+                      tiles leave out terms above a diagonal: small ones leave out more
+    at_once           workgroups that a multiprocessor needs
+    """
+
+    size: tuple[int, int, int, int, int]
+    speed: float
+    triangle: float
+    at_once: int
+
+
 _TILES = (
-    (128, 128, 8, 8, 1.0, 1),
-    (128, 64, 8, 8, 0.95, 2),
-    (64, 64, 4, 4, 0.5, 1),
-    (64, 32, 4, 4, 0.4, 2),
-    (32, 32, 4, 4, 0.3, 4),
-    (16, 16, 4, 4, 0.1, 8),
+    _Tile((128, 128, 16, 8, 8), 0.85, 0.65, 1),
+    _Tile((128, 64, 16, 8, 8), 0.95, 0.75, 2),
+    _Tile((64, 64, 32, 4, 4), 0.5, 1.0, 1),
+    _Tile((64, 32, 32, 4, 4), 0.4, 0.8, 2),
+    _Tile((32, 32, 32, 4, 4), 0.3, 0.6, 4),
+    _Tile((16, 16, 16, 4, 4), 0.1, 0.2, 8),
 )
 _UNITS = {"portable": 16, "discrete": 132}  # multiprocessors
 
@@ -62,13 +77,13 @@ def _choose(
     count: Callable[[Values], int],
     m: str,
     n: str,
-    depth: Callable[[Values], int],
     fold: bool = False,
+    triangle: bool = False,
 ) -> Callable[[Target, Values], dict[str, Any]]:
     """Tuning choices for `count` products (m, n): the tile that takes the least time.
 
-    depth   how many terms a sum has
-    fold    a thread holds two tiles of sums
+    fold       a thread holds two tiles of sums
+    triangle   tiles leave out what lies above the diagonal
     """
 
     def choose(target: Target, v: Values) -> dict[str, Any]:
@@ -79,16 +94,15 @@ def _choose(
             return direct(4, width, lanes=8 if target.lanes == 8 else 1)
         units = _UNITS.get(target.kind, _UNITS["portable"])
 
-        def work(tile: tuple[int, int, int, int, float, int]) -> float:
-            tile_m, tile_n, _, _, speed, at_once = tile
+        def work(tile: _Tile) -> float:
+            tile_m, tile_n, *_ = tile.size
             workgroups = count(v) * ceil_div(v[m], tile_m) * ceil_div(v[n], tile_n)
             # as in linear.py: waves of workgroups, and a quarter of one to start and to drain
-            waves = ceil_div(workgroups, units * at_once) + 0.25
-            return waves * at_once * tile_m * tile_n / speed
+            waves = ceil_div(workgroups, units * tile.at_once) + 0.25
+            speed = tile.triangle if triangle else tile.speed
+            return waves * tile.at_once * tile_m * tile_n / speed
 
-        tile_m, tile_n, thread_m, thread_n, _, _ = min(_TILES, key=work)
-        ahead = depth(v) > 256 and not fold  # it costs registers, and a round that is not used
-        return staged(tile_m, tile_n, 16, thread_m, thread_n, prefetch=int(ahead))
+        return staged(*min(_TILES, key=work).size)
 
     return choose
 
@@ -97,10 +111,11 @@ def _alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
     if target.kind == "cpu":
         lanes = 8 if target.lanes == 8 else 1
         return [direct(m, n, lanes=lanes) for m in (4, 8) for n in (8, 16, 32)]
-    tiles = [tile[:4] for tile in _TILES] + [(64, 64, 8, 8), (64, 64, 8, 4), (128, 64, 8, 4)]
+    tiles = [tile.size for tile in _TILES]
+    tiles += [(64, 64, 16, 8, 8), (64, 64, 16, 8, 4), (128, 64, 16, 8, 4)]
     return [
         staged(m, n, tile_k, thread_m, thread_n, prefetch=prefetch)
-        for m, n, thread_m, thread_n in tiles
+        for m, n, _, thread_m, thread_n in tiles
         for tile_k in (8, 16, 32)
         for prefetch in (0, 1)
         if 4 * tile_k * (m + n) <= 16384
@@ -172,7 +187,7 @@ SCORES = Kernel(
     reads={"xBC": "batch seqlen d_xBC"},
     writes={"scores": "batch chunks n_groups chunk chunk"},
     options={"d_state": 1, "reverse": False},
-    choose=_choose(_chunk_groups, "chunk", "chunk", lambda v: v["d_state"]),
+    choose=_choose(_chunk_groups, "chunk", "chunk"),
     alternatives=_alternatives,
     grid=_products(_chunk_groups, "chunk", "chunk"),
     vec4=_vec4("scores", xBC=("d_xBC", "d_state")),
@@ -191,7 +206,7 @@ STATES = Kernel(
     reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy?": "batch seqlen d_inner"},
     writes={"states": _STATES},
     options={"n_groups": 1, "skip": ""},  # skip: "first" or "last" chunk, whose are not needed
-    choose=_choose(_made, "d_state", "head_dim", lambda v: v["chunk"]),
+    choose=_choose(_made, "d_state", "head_dim"),
     alternatives=_alternatives,
     grid=_products(_made, "d_state", "head_dim"),
     vec4=_vec4("dt_cum", xBC=_XBC, dy=("head_dim",), states=("head_dim",)),
@@ -231,7 +246,7 @@ OUTPUT = Kernel(
     },
     writes={"out": "batch seqlen out_stride", "skip?": "batch seqlen n_heads"},
     options={"d_state": 1, "head_dim": 1},
-    choose=_choose(_chunk_heads, "chunk", "head_dim", lambda v: v["chunk"] + v["d_state"]),
+    choose=_choose(_chunk_heads, "chunk", "head_dim", triangle=True),
     alternatives=_alternatives,
     grid=_products(_chunk_heads, "chunk", "head_dim"),
     vec4=_vec4(
@@ -335,18 +350,12 @@ def _split_groups(v: Values) -> int:
     return _chunk_groups(v) * int(v["splits"])
 
 
-def _group_columns(v: Values) -> int:
-    """Channels of the heads of a group that are summed over at once."""
-    n_groups = v["n_groups"] * v.get("splits", v.get("shares", 1))
-    return int(v["n_heads"] * v["head_dim"] // n_groups)
-
-
 BACKWARD_SCORES = Kernel(
     "ssd_backward_scores",
     reads={"xBC": "batch seqlen d_xBC", "dt_cum": _DT_CUM, "dy": "batch seqlen d_inner"},
     writes={"dscores": "splits batch chunks n_groups chunk chunk"},
     options={"d_state": 1, "head_dim": 1},
-    choose=_choose(_split_groups, "chunk", "chunk", _group_columns, fold=True),
+    choose=_choose(_split_groups, "chunk", "chunk", fold=True, triangle=True),
     alternatives=_alternatives,
     grid=_products(_split_groups, "chunk", "chunk"),
     vec4=_vec4("dt_cum", "dscores", xBC=_XBC, dy=("head_dim",)),
@@ -371,7 +380,7 @@ BACKWARD_BC = Kernel(
     },
     writes={"out": "shares batch seqlen out_stride"},
     options={"d_state": 1, "head_dim": 1, "out_start": 0},
-    choose=_choose(_sides, "chunk", "d_state", _group_columns),
+    choose=_choose(_sides, "chunk", "d_state"),
     alternatives=_alternatives,
     grid=_products(_sides, "chunk", "d_state"),
     vec4=_vec4(
@@ -409,7 +418,7 @@ BACKWARD_ROWS = Kernel(
     },
     writes={"dxBC": "batch seqlen d_xBC", "sums": "batch chunks n_heads three chunk"},
     options={"d_state": 1, "head_dim": 1},
-    choose=by_kind({"workgroup": 256, "lanes": 16}, cpu={"workgroup": 64, "lanes": 1}),
+    choose=by_kind({"workgroup": 256, "lanes": 8}, cpu={"workgroup": 64, "lanes": 1}),
     alternatives=lambda target, v: [
         {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (4, 8, 16)
     ],
