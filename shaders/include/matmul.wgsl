@@ -38,10 +38,6 @@ fn load_{{ side }}(line: u32, k: u32) -> vec4f {
 $$ if more and side in ("a", "b")
     if (k >= {{ seam }}u) { return load_more_{{ side }}(line, k - {{ seam }}u); }
 $$ endif
-$$ set ends_whole = t.along == "lines" or aligned
-$$ if length % tile_k and ends_whole
-    if (k >= {{ length }}u) { return vec4f(); } // before the load, so that nothing waits for what it loads
-$$ endif
     let i = {{ "line" if t.along == "k" else "k" }} * {{ t.stride }}u + {{ t.start }}u + {{ "k" if t.along == "k" else "line" }};
 $$ if dtype != "f32"
     let values = four_{{ name }}(i){{ " * " ~ name ~ "_scale[" ~ ("line" if t.along == "k" else "k") ~ "]" if dtype == "i8" }};
@@ -50,10 +46,12 @@ $$ elif aligned
 $$ else
     let values = vec4f({{ load(t.name, "i") }}, {{ load(t.name, "i + 1u") }}, {{ load(t.name, "i + 2u") }}, {{ load(t.name, "i + 3u") }});
 $$ endif
-$$ if length % tile_k == 0 or ends_whole
+$$ if length % tile_k == 0
     return values;
-$$ else
+$$ elif t.along == "k" and not aligned
     return select(vec4f(), values, vec4u(k) + vec4u(0u, 1u, 2u, 3u) < vec4u({{ length }}u));
+$$ else
+    return select(vec4f(), values, k < {{ length }}u);
 $$ endif
 }
 $$ endfor

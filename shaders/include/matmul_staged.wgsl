@@ -31,13 +31,15 @@ fn place_{{ side }}(block: u32) -> vec2u {
 }
 fn fetch_{{ side }}(block: u32, first: u32, first_k: u32) -> mat4x4f {
     let place = place_{{ side }}(block) * 4u + vec2u(first, first_k);
-    return mat4x4f({$ for j in range(4) $}load_{{ side }}({{ ["place.x + " ~ j ~ "u, place.y", "place.x, place.y + " ~ j ~ "u"][t.along == "lines"] }}){{ ", " if j < 3 }}{$ endfor $});
+$$ if t.along == "k"
+    return {{ "transpose" if not ones }}(mat4x4f({$ for j in range(4) $}load_{{ side }}(place.x + {{ j }}u, place.y){{ ", " if j < 3 }}{$ endfor $}));
+$$ else
+    return mat4x4f({$ for j in range(4) $}load_{{ side }}(place.x, place.y + {{ j }}u){{ ", " if j < 3 }}{$ endfor $});
+$$ endif
 }
-// What is fetched is not touched before it is kept, so that nothing waits for it while it is on the way.
-fn keep_{{ side }}(block: u32, fetched: mat4x4f) {
-    let values = {{ "transpose(fetched)" if t.along == "k" and not ones else "fetched" }};
+fn keep_{{ side }}(block: u32, values: mat4x4f) {
     let place = place_{{ side }}(block);
-    let at = place.y * {{ 4 * row }}u + {{ "(place.x ^ place.y * " ~ stride ~ "u % 8u)" if shifts and not ones else "place.x" }};
+    let at = place.y * {{ 4 * row }}u + {{ "(place.x ^ (place.y * " ~ stride ~ "u % 8u))" if shifts and not ones else "place.x" }};
 $$ for j in range(4)
 $$ if ones
     let line{{ j }} = {{ j }}u ^ (place.y % 4u);

@@ -58,7 +58,7 @@ class _Tile(NamedTuple):
 
 
 _TILES = (
-    _Tile((128, 128, 16, 8, 8), 0.85, 0.65, 1),
+    _Tile((128, 128, 16, 8, 8), 1.0, 0.65, 1),
     _Tile((128, 64, 16, 8, 8), 0.95, 0.75, 2),
     _Tile((64, 64, 32, 4, 4), 0.5, 1.0, 1),
     _Tile((64, 32, 32, 4, 4), 0.4, 0.8, 2),
@@ -79,11 +79,13 @@ def _choose(
     n: str,
     fold: bool = False,
     triangle: bool = False,
+    long: bool = False,
 ) -> Callable[[Target, Values], dict[str, Any]]:
     """Tuning choices for `count` products (m, n): the tile that takes the least time.
 
     fold       a thread holds two tiles of sums
     triangle   tiles leave out what lies above the diagonal
+    long       sums are long enough for loading ahead, which costs registers and a round
     """
 
     def choose(target: Target, v: Values) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def _choose(
             speed = tile.triangle if triangle else tile.speed
             return waves * tile.at_once * tile_m * tile_n / speed
 
-        return staged(*min(_TILES, key=work).size)
+        return staged(*min(_TILES, key=work).size, prefetch=int(long), single=int(long))
 
     return choose
 
@@ -380,7 +382,7 @@ BACKWARD_BC = Kernel(
     },
     writes={"out": "shares batch seqlen out_stride"},
     options={"d_state": 1, "head_dim": 1, "out_start": 0},
-    choose=_choose(_sides, "chunk", "d_state"),
+    choose=_choose(_sides, "chunk", "d_state", long=True),
     alternatives=_alternatives,
     grid=_products(_sides, "chunk", "d_state"),
     vec4=_vec4(
