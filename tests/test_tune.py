@@ -77,7 +77,9 @@ def fake(monkeypatch, seconds, alternatives):
     """Let rms_norm_forward have these alternatives, and take seconds(choices)."""
     kernel = KERNELS["rms_norm_forward"]
     monkeypatch.setitem(vars(kernel), "alternatives", lambda target, values: alternatives)
-    monkeypatch.setattr(tune_module._Candidate, "seconds", lambda self: seconds(self.choices))
+    monkeypatch.setattr(
+        tune_module._Candidate, "seconds", lambda self, repeats: seconds(self.choices)
+    )
 
 
 @pytest.mark.gpu

@@ -22,8 +22,8 @@ from .trial import Trial, deviation
 Array = np.ndarray[Any, Any]
 
 LEAST_GAIN = 0.03  # part of the time that a choice must save to be kept: less is noise
-_ROUNDS = 5
-_HOPELESS = 2.0  # slower than the fastest by this factor in the first round: not measured again
+_ROUNDS = 4
+_HOPELESS = 1.5  # slower than the fastest by this factor in the first round: not measured again
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class _Candidate(Trial):
     def __init__(self, buffers: Buffers, like: Dispatch, target: Target, choices: Values) -> None:
         super().__init__(buffers, like, replace(target, tuned={like.key: choices}))
         self.choices = choices
+
+    def sample(self) -> float:
+        """Seconds by a GPU that was busy with the same before, so that its clock is high."""
+        warm_up(self.encoder, "forward", seconds=0.02)
+        return self.seconds(repeats=5)
 
 
 def tune(
@@ -132,13 +137,12 @@ def _measure(
         measured = len(candidates)
         # in turns, so that a change of clock meets all of them alike
         warm_up(default.encoder, "forward", seconds=0.1)
-        samples: dict[_Candidate, list[float]] = {c: [c.seconds()] for c in candidates}
+        samples: dict[_Candidate, list[float]] = {c: [c.sample()] for c in candidates}
         bound = _HOPELESS * min(s[0] for s in samples.values())
         candidates = [c for c in candidates if c is default or samples[c][0] <= bound]
         for _ in range(_ROUNDS - 1):
-            warm_up(default.encoder, "forward", seconds=0.02)
             for c in candidates:
-                samples[c].append(c.seconds())
+                samples[c].append(c.sample())
     finally:
         buffers.free()
     medians = {c: max(float(np.median(samples[c])), 1e-9) for c in candidates}
