@@ -16,7 +16,7 @@ $$ endif
             state[to] = {{ "select(0.0, " if apart }}{{ before }}[to + seqlen * d_inner]{{ ", last == 0u)" if apart }};
         } else {
             let row = sequence * seqlen + j + seqlen - context;
-            state[to] = {{ "select(0.0, " if apart }}x[row * x_stride + {{ x_start }}u + c]{{ ", documents[row] == last)" if apart }};
+            state[to] = {{ "select(0.0, " if apart }}{{ load("x", "row * x_stride + " ~ x_start ~ "u + c") }}{{ ", documents[row] == last)" if apart }};
         }
     }
 }

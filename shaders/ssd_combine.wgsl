@@ -1,5 +1,6 @@
 // states[chunk] = what reaches it: carry = exp(cum[last]) carry + states (what the chunk adds), in order of time or in reverse;
-// dots[chunk] = carry starts[chunk + 1], summed over a workgroup's part of the state: both belong to the end of the chunk
+// dots[chunk] = carry starts[chunk + 1], or last, summed over a workgroup's part of the state: both belong to the end of the chunk;
+// carry begins as initial, or as state, or 0, and ends as state
 $$ set packed = "states" in vec4
 $$ set size = d_state * head_dim // (4 if packed else 1)
 $$ set parts = ceil_div(size, workgroup)
@@ -29,8 +30,8 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
     let i = own_part * {{ workgroup }}u + lane;
     let valid = sequence < batch && i < {{ size }}u;
     let at = min(i, {{ size - 1 }}u);
-    let state_at = own * {{ size }}u + at;
-    var carry = {{ "state[min(state_at, " ~ (batch * n_heads * size - 1) ~ "u)]" if "state" in bound else kind ~ "()" }};
+    let state_at = min(own, {{ batch * n_heads - 1 }}u) * {{ size }}u + at;
+    var carry = {{ "initial[state_at]" if "initial" in bound else "state[state_at]" if "state" in bound else kind ~ "()" }};
     for (var step = 0u; step < {{ chunks }}u; step += {{ ahead }}u) {
         // Loaded {{ ahead }} at a time, so that they overlap.
 $$ for j in range(ahead)
@@ -39,7 +40,8 @@ $$ for j in range(ahead)
         let own{{ j }} = states[row{{ j }} * {{ size }}u + at];
         let decay{{ j }} = decay(row{{ j }});
 $$ if "dots" in bound
-        let start{{ j }} = starts[(row{{ j }} + select(n_heads, 0u, k{{ j }} == 0u)) * {{ size }}u + at];
+        let after{{ j }} = starts[(row{{ j }} + select(n_heads, 0u, k{{ j }} == 0u)) * {{ size }}u + at];
+        let start{{ j }} = {{ "select(after" ~ j ~ ", last[state_at], k" ~ j ~ " == 0u)" if "last" in bound else "after" ~ j }};
 $$ endif
 $$ endfor
 $$ for j in range(ahead)

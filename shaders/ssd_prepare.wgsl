@@ -37,7 +37,8 @@ $$ if high < 3e38
 $$ endif
         delta = select(0.0, delta, t < seqlen);
 $$ if planes == 3
-        if (t > 0u && t < seqlen && documents[row] != documents[max(row, 1u) - 1u]) {
+        // A state that is carried into a row belongs to document 0.
+        if (t < seqlen && documents[row] != select(documents[max(row, 1u) - 1u], 0u, t == 0u)) {
             begun += 1.0;
             cum = 0.0;
         }

@@ -77,14 +77,15 @@ def scan_backward(dy, u, delta, A, B, C, D, states, zoh):
     return du, ddelta, dA, dB, dC, (dy * u).sum((0, 1))
 
 
-def ssd(x, delta, A, B, C, D, left=None):
+def ssd(x, delta, A, B, C, D, left=None, h0=None):
     """y (batch, seqlen, n_heads, head_dim) and all states, of a plain loop over time.
 
     x like y; delta (batch, seqlen, n_heads); B, C (batch, seqlen, n_heads, d_state); A, D (n_heads)
     left   (batch, seqlen), 0 where a document begins, else 1: what the state before is multiplied by
+    h0     (batch, n_heads, d_state, head_dim), from which it starts
     """
     batch, seqlen, n_heads, head_dim = x.shape
-    h = np.zeros((batch, n_heads, B.shape[-1], head_dim))
+    h = np.zeros((batch, n_heads, B.shape[-1], head_dim)) if h0 is None else h0
     y, states = np.zeros_like(x), [h]
     for t in range(seqlen):
         a = np.exp(delta[:, t] * A) * (1 if left is None else left[:, t, None])
@@ -94,11 +95,12 @@ def ssd(x, delta, A, B, C, D, left=None):
     return y, states
 
 
-def ssd_backward(dy, x, delta, A, B, C, D, states, left=None):
-    """dx, ddelta, dA, dB, dC, dD by the adjoint recurrence."""
+def ssd_backward(dy, x, delta, A, B, C, D, states, left=None, dfinal=0.0):
+    """dx, ddelta, dA, dB, dC, dD by the adjoint recurrence, and the gradient by the first state,
+    given that by the last."""
     dx, ddelta, dA = dy * D[:, None], np.zeros_like(delta), np.zeros_like(A)
     dB, dC = np.zeros_like(B), np.zeros_like(C)
-    G = np.zeros_like(states[0])
+    G = np.zeros_like(states[0]) + dfinal
     for t in reversed(range(x.shape[1])):
         d = delta[:, t]
         a = np.exp(d * A) * (1 if left is None else left[:, t, None])
@@ -110,15 +112,21 @@ def ssd_backward(dy, x, delta, A, B, C, D, states, left=None):
         dA += (dX * d).sum(0)
         ddelta[:, t] = dX * A + np.einsum("bhn,bhp,bhnp->bh", B[:, t], x[:, t], G)
         G = a[..., None, None] * G
-    return dx, ddelta, dA, dB, dC, (dy * x).sum((0, 1, 3))
+    return dx, ddelta, dA, dB, dC, (dy * x).sum((0, 1, 3)), G
 
 
 class Weights(dict):
-    """Weights by name in float64, and `grads`, into which backward passes add."""
+    """Weights by name in float64, and `grads`, into which backward passes add.
 
-    def __init__(self, weights):
+    states   what convolutions and scans start from, as "0.conv", "0.ssm", ...; left as what they
+             end with
+    layer    the number of the layer whose turn it is
+    """
+
+    def __init__(self, weights, states):
         super().__init__({k: np.asarray(v, np.float64) for k, v in weights.items()})
         self.grads = {k: np.zeros_like(v) for k, v in self.items()}
+        self.states, self.layer = states, 0
 
     def linear(self, x, name):
         """x Wᵀ + bias, and its backward."""
@@ -137,7 +145,9 @@ class Weights(dict):
         """silu of x filtered over time by the weight and bias of `name`; and its backward."""
         seqlen, conv = x.shape[1], self[name + ".weight"][:, 0]
         taps = range(conv.shape[1])
-        padded = np.pad(x, [(0, 0), (len(taps) - 1, 0), (0, 0)])
+        before = np.zeros((len(x), len(taps) - 1, x.shape[2]))
+        padded = np.concatenate([self.states.get(f"{self.layer}.conv", before), x], 1)
+        self.states[f"{self.layer}.conv"] = padded[:, seqlen:]
         pre = sum(padded[:, k : k + seqlen] * conv[:, k] for k in taps)
         pre = pre + self.get(name + ".bias", 0.0)
         s = sigmoid(pre)
@@ -180,7 +190,8 @@ def mamba(c, w, p, n):
     delta = softplus(full)
     A_log, D = w[m + "A_log"], w[m + "D"]
     A = -np.exp(np.clip(A_log, *c.a_log_clamp) if c.a_log_clamp else A_log)
-    y, states = scan(u, delta, A, B, C, D, zoh)
+    y, states = scan(u, delta, A, B, C, D, zoh, w.states.get(f"{w.layer}.ssm"))
+    w.states[f"{w.layer}.ssm"] = states[-1]
     gate = z * sigmoid(z)
     out, out_proj_backward = w.linear(y * gate, m + "out_proj")
 
@@ -233,7 +244,8 @@ def mamba2(c, w, p, n):
     low, high = c.time_step_limit
     delta = np.clip(softplus(full), low, high)
     A, D = -np.exp(w[m + "A_log"]), w[m + "D"]
-    y, states = ssd(x, delta, A, B, C, D)
+    y, states = ssd(x, delta, A, B, C, D, h0=w.states.get(f"{w.layer}.ssm"))
+    w.states[f"{w.layer}.ssm"] = states[-1]
     y = y.reshape(batch, seqlen, inner)
     a = y * z * sigmoid(z)
     grouped = a.reshape(batch, seqlen, groups if c.norm_per_group else 1, -1)
@@ -249,7 +261,7 @@ def mamba2(c, w, p, n):
         da, s = da.reshape(a.shape), sigmoid(z)
         dz = da * y * s * (1 + z * (1 - s))
         dy = (da * z * s).reshape(x.shape)
-        dx, ddelta, dA, dB, dC, dD = ssd_backward(dy, x, delta, A, B, C, D, states)
+        dx, ddelta, dA, dB, dC, dD, _ = ssd_backward(dy, x, delta, A, B, C, D, states)
         g[m + "D"] += dD
         g[m + "A_log"] += dA * A
         ddt = ddelta * sigmoid(full) * (delta > low) * (delta < high)
@@ -304,9 +316,12 @@ def attention(c, w, p, n):
 MIXERS = {"mamba": mamba, "mamba2": mamba2, "attention": attention}  # by layer type
 
 
-def loss_and_grads(config, weights, tokens, targets):
-    """(loss, {name: gradient}, logits) in float64; targets of -100 are ignored."""
-    w, tape = Weights(weights), []
+def loss_and_grads(config, weights, tokens, targets, states=None):
+    """(loss, {name: gradient}, logits) in float64; targets of -100 are ignored.
+
+    states   a dictionary, empty at a sequence's beginning, that its chunks hand on
+    """
+    w, tape = Weights(weights, {} if states is None else states), []
     embeddings = "backbone.embeddings.weight"
 
     def residual(h, norm, f, layer):
@@ -317,7 +332,7 @@ def loss_and_grads(config, weights, tokens, targets):
         return h + out
 
     h = w[embeddings][tokens]
-    for layer in config.schedule:
+    for w.layer, layer in enumerate(config.schedule):
         h = residual(h, "norm.weight", MIXERS[layer.type], layer)
         if layer.config.mlp != "none":
             h = residual(h, "norm2.weight", mlp, layer)

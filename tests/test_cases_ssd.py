@@ -9,6 +9,7 @@ from tests import oracle_model
 from wgsl_train.encoder import Encoder
 from wgsl_train.errors import ShapeError
 from wgsl_train.kernel import PORTABLE
+from wgsl_train.ops.carry import carried
 from wgsl_train.ops.ssd import ssd
 from wgsl_train.ops.sum_partials import sum_partials
 from wgsl_train.plan import Layout, ParamSpec, Plan
@@ -26,12 +27,12 @@ def plan_dual(
     specs = [ParamSpec(name, (n_heads,)) for name in PARAMETERS]
     layout = Layout([*specs, ParamSpec("norm", (d_inner,))], target)
     plan = Plan(layout, target, training)
-    for name, shape, dtype in (
-        ("documents", (batch, seqlen), "u32"),
-        ("state", (batch, n_heads, d_state, head_dim), "f32"),
-    ):
-        if options.get(name):
-            options[name] = plan.persistent(name, shape, dtype)
+    if options.get("documents"):
+        options["documents"] = plan.persistent("documents", (batch, seqlen), "u32")
+    if options.get("state"):
+        options["state"] = carried(plan, "state", (batch, n_heads, d_state, head_dim))
+        if training:
+            options["state"] = options["state"].chained(plan)
     out = ssd(
         plan,
         plan.persistent("zxbcdt", (batch, seqlen, d_inner + d_xBC + n_heads)),
@@ -54,17 +55,23 @@ def run(kernel_buffers):
     its softplus, and B, C (batch, seqlen, n_groups, d_state), with the gate open.
 
     Returns the scan's output y, its skip added, and after a backward pass that starts from the
-    gradient dy the other gradients, by name.
+    gradient dy the other gradients, by name; and where it starts from a state, (batch, n_heads,
+    d_state, head_dim), the one it leaves, and with the gradient dfinal by that, that by the first.
     """
     planned = []
 
-    def run(x, dt, B, C, A_log, D=None, dy=None, kind=None, documents=None, **options):
+    def run(
+        x, dt, B, C, A_log, D=None, dy=None, kind=None, documents=None,
+        state=None, dfinal=None, **options,
+    ):  # fmt: skip
         batch, seqlen, n_heads, head_dim = x.shape
         D = np.zeros(n_heads) if D is None else D
         target = kernel_buffers.device.target
         target = replace(target, kind=kind or target.kind)
         if documents is not None:
             options["documents"] = True
+        if state is not None:
+            options["state"] = True
         sizes = (batch, seqlen, n_heads, head_dim, B.shape[-1], B.shape[2])
         plan, out = plan_dual(target, *sizes, **options)
         planned.append(plan)
@@ -82,9 +89,13 @@ def run(kernel_buffers):
         encoder.write(plan.param("norm"), np.ones(out.shape[-1]))
         if documents is not None:
             encoder.write(plan["documents"], documents)
+        if state is not None:
+            encoder.write(plan["state"], state)
         encoder.run("forward")
         skip = encoder.read(plan["ssd.skip"])[..., None]
         result = {"y": encoder.read(plan["ssd.y"]).reshape(x.shape) + skip * x}
+        if state is not None:
+            result["state"] = encoder.read(plan["state"])
         if plan.training:
             # the norm's backward pass is tested elsewhere: here the scan's gradient is given
             for d in plan.sections["backward"][:]:
@@ -92,6 +103,9 @@ def run(kernel_buffers):
                     plan.sections["backward"].remove(d)
             encoder = Encoder(kernel_buffers, plan, share_memory=False)
             encoder.poison()
+            if state is not None:
+                encoder.write(plan["state"], state)
+                encoder.write(plan["dstate.final"], dfinal)
             encoder.run("forward")
             dy = np.ones(out.shape) if dy is None else dy.reshape(out.shape)
             encoder.write(plan.grad(out), dy)
@@ -106,6 +120,8 @@ def run(kernel_buffers):
             result["ddt"] = encoder.read(plan.grad(plan["zxbcdt"]))[..., -n_heads:]
             for name in PARAMETERS:
                 result[f"d{name}"] = encoder.read(plan.layout.grad(plan.param(name)))
+            if state is not None:
+                result["dstate"] = encoder.read(plan["dstate.initial"])
         return result
 
     yield run
@@ -120,22 +136,24 @@ def close(actual, expected, rtol=1e-5):
     assert error <= rtol * max(1, np.abs(expected).max()), (error, actual, expected)
 
 
-def expected(x, dt, B, C, A_log, D, dy, documents=None):
+def expected(x, dt, B, C, A_log, D, dy, documents=None, state=None, dfinal=0):
     """What a plain loop gives, by the names of `run`."""
     n_groups, left = B.shape[2], None
     if documents is not None:
-        left = np.ones(documents.shape)
-        left[:, 1:] = documents[:, 1:] == documents[:, :-1]
+        left = documents == np.pad(documents, [(0, 0), (1, 0)])[:, :-1]
     by_head = [v.repeat(x.shape[2] // n_groups, 2) for v in (B, C)]
     delta, A = oracle_model.softplus(dt), -np.exp(A_log)
-    y, states = oracle_model.ssd(x, delta, A, *by_head, D, left)
-    dx, ddelta, dA, *dBC, dD = oracle_model.ssd_backward(dy, x, delta, A, *by_head, D, states, left)
+    y, states = oracle_model.ssd(x, delta, A, *by_head, D, left, state)
+    dx, ddelta, dA, *dBC, dD, dstate = oracle_model.ssd_backward(
+        dy, x, delta, A, *by_head, D, states, left, dfinal
+    )
     dB, dC = (v.reshape(*B.shape[:3], -1, B.shape[3]).sum(3) for v in dBC)
     ddt = ddelta * oracle_model.sigmoid(dt)
-    return {
+    made = {
         "y": y, "dx": dx, "ddt": ddt, "dB": dB, "dC": dC,
         "ddt_bias": ddt.sum((0, 1)), "dA_log": dA * A, "dD": dD,
     }  # fmt: skip
+    return made if state is None else {**made, "state": states[-1], "dstate": dstate}
 
 
 def draw(rng, batch, seqlen, n_heads, head_dim, d_state, n_groups=1):
@@ -199,6 +217,25 @@ def test_t16_documents_do_not_leak(run, rng, chunk):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("seqlen, sizes", [(3, (4, 5, 6, 2)), (37, (4, 5, 6, 2)), (37, (2, 8, 12))])
+def test_a_state_goes_through(run, rng, seqlen, sizes, packed):
+    """Forwards and, as a gradient, backwards; with documents only through those of number 0."""
+    operands = draw(rng, 3, seqlen, *sizes)
+    operands["state"], operands["dfinal"] = rng.uniform(-1, 1, (2, 3, sizes[0], sizes[2], sizes[1]))
+    if packed:
+        documents = np.zeros((3, seqlen), int)
+        documents[0], documents[1, seqlen // 2 :] = 1, 1
+        operands["documents"] = documents
+    got, want = run(**operands, chunk=16), expected(**operands)
+    assert got.keys() == want.keys()
+    for name in want:
+        close(got[name], want[name], 3e-5 if name == "dA_log" else 1e-5)
+    if packed:
+        assert got["dstate"].any((1, 2, 3)).tolist() == [False, True, True]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [4, 16, 64, 256])
 def test_n12_a_decay_to_nothing_stays_finite(run, chunk):
     ones = np.ones((1, 512, 1, 1))
@@ -246,11 +283,12 @@ def test_a_sequence_in_pieces_equals_it_whole(run, rng):
     A_log, D = operands.pop("A_log"), operands.pop("D")
     del operands["dy"]
     whole = run(**operands, A_log=A_log, D=D, training=False)["y"]
-    pieces = []
+    pieces, state = [], np.zeros((2, 4, 6, 5))
     for piece in (slice(0, 64), slice(64, 65), slice(65, 70)):
         part = {name: array[:, piece] for name, array in operands.items()}
-        got = run(**part, A_log=A_log, D=D, training=False, state=True, chunk=16)
+        got = run(**part, A_log=A_log, D=D, training=False, state=state, chunk=16)
         pieces.append(got["y"])
+        state = got["state"]
     close(np.concatenate(pieces, 1), whole)
 
 
@@ -270,5 +308,3 @@ def test_what_cannot_be_planned_says_why():
     for chunk in (6, 2048):
         with pytest.raises(ShapeError, match=f"chunk is {chunk}, must be a multiple of 4"):
             plan_dual(PORTABLE, 1, 4, 2, 3, 5, chunk=chunk)
-    with pytest.raises(ShapeError, match="in inference only"):
-        plan_dual(PORTABLE, 1, 4, 2, 3, 5, state=True)

@@ -868,4 +868,7 @@ def test_carries_states_and_resumes(run, train):
     assert done.code == 0, done.err
     assert done.out.count("carry_begin") == 2
     attention = ("--layers=attention", "--attn-heads=2", "--attn-head-dim=4")
-    refuses(train("--carry-state", *attention, out="third"), "layers of type mamba only")
+    refuses(
+        train("--carry-state", *attention, out="third"),
+        "is of type 'attention', whose keys and values are kept for generation",
+    )

@@ -23,28 +23,29 @@ class Dual:
         self.sizes = {"d_state": v["d_state"], "head_dim": v["head_dim"]}
         self.norm = {"eps": EPS, "norm_groups": v["n_groups"]}
 
-    def forward(self, zxbcdt, xBC, dt_bias, A_log, D, weight):
-        """All tensors that the forward pass makes."""
+    def forward(self, zxbcdt, xBC, dt_bias, A_log, D, weight, state):
+        """All tensors that the forward pass makes, from a state on."""
         v, sizes = self.v, self.sizes
         given = {"xBC": xBC}
         given |= oracle.ssd_prepare(zxbcdt, dt_bias, A_log, self.documents, self.dt_cum, self.limit)
         scores = np.zeros(self.score_shape)
         scores = oracle.ssd_scores(xBC, scores, v["d_state"], False)["scores"]
         own = oracle.ssd_states(
-            **given, dy=None, states=self.states, n_groups=v["n_groups"], skip="last"
+            **given, dy=None, states=self.states, n_groups=v["n_groups"], skip=""
         )
-        states = oracle.ssd_combine(given["dt_cum"], None, own["states"], None, None, False)
+        combined = oracle.ssd_combine(
+            given["dt_cum"], None, None, state, own["states"], state, None, False
+        )
+        given["states"] = combined["states"]
         y = np.zeros((v["batch"], v["seqlen"], v["d_inner"]))
-        made = oracle.ssd_output(
-            **given, scores=scores, **states, D=D, dy=None, out=y, skip=None, **sizes
-        )
+        made = oracle.ssd_output(**given, scores=scores, D=D, dy=None, out=y, skip=None, **sizes)
         gated = {"y": made["out"], "xBC": xBC, "zxbcdt": zxbcdt, "skip": made["skip"]}
         out = oracle.ssd_norm_forward(**gated, weight=weight, **self.norm)
-        return {**given, **states, "scores": scores, "gated": gated, **out}
+        return {**given, "state": combined["state"], "scores": scores, "gated": gated, **out}
 
-    def backward(self, dout, zxbcdt, xBC, dt_bias, A_log, D, weight):
+    def backward(self, dout, dfinal, zxbcdt, xBC, dt_bias, A_log, D, weight, state):
         v, sizes = self.v, self.sizes
-        saved = self.forward(zxbcdt, xBC, dt_bias, A_log, D, weight)
+        saved = self.forward(zxbcdt, xBC, dt_bias, A_log, D, weight, state)
         dt_cum, rows = saved["dt_cum"], v["batch"] * v["seqlen"]
         norm = oracle.ssd_norm_backward(
             **saved["gated"],
@@ -57,9 +58,11 @@ class Dual:
         )
         given = {"xBC": xBC, "dt_cum": dt_cum, "dy": norm["dout"]}
         reverse = oracle.ssd_scores(xBC, np.zeros(self.score_shape), v["d_state"], True)["scores"]
-        own = oracle.ssd_states(**given, states=self.states, n_groups=v["n_groups"], skip="first")
+        own = oracle.ssd_states(**given, states=self.states, n_groups=v["n_groups"], skip="")
         dots = np.zeros((*self.states.shape[:3], v["blocks"]))
-        back = oracle.ssd_combine(dt_cum, saved["states"], own["states"], None, dots, True)
+        back = oracle.ssd_combine(
+            dt_cum, saved["states"], saved["state"], dfinal, own["states"], state, dots, True
+        )
         du = oracle.ssd_output(
             **given, scores=reverse, states=back["states"], D=None, out=xBC, skip=None, **sizes
         )["out"]
@@ -104,6 +107,7 @@ class Dual:
             "zxbcdt": np.nan_to_num(norm["dzxbcdt"]) + np.nan_to_num(dt["dzxbcdt"]),
             "xBC": np.nan_to_num(made["dxBC"]) + np.nan_to_num(dBC),
             "weight": norm["weight_partials"][0],
+            "state": back["state"],
             **sums,
         }
 
@@ -112,7 +116,7 @@ class Dual:
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
 def test_ssd(rng, limit, packed):
     batch, seqlen = 2, 6
-    documents = np.cumsum(rng.random((batch, seqlen)) < 0.3, 1) if packed else None
+    documents = np.array([[0, 0, 1, 1, 2, 2], [1, 1, 1, 1, 1, 2]]) if packed else None
     dual = Dual(
         documents, limit, batch=batch, seqlen=seqlen, n_heads=4, head_dim=2, d_state=3, n_groups=2
     )
@@ -124,10 +128,17 @@ def test_ssd(rng, limit, packed):
         "A_log": rng.uniform(-1, 1, v["n_heads"]),
         "D": rng.uniform(-1, 1, v["n_heads"]),
         "weight": rng.uniform(0.5, 1.5, v["d_inner"]),
+        "state": rng.uniform(-1, 1, dual.states[:, 0].shape),
     }
     dout = rng.uniform(-1, 1, (batch, seqlen, v["d_inner"]))
-    grads = dual.backward(dout, **arrays)
-    finite_differences.check(lambda **a: (dout * dual.forward(**a)["out"]).sum(), arrays, grads)
+    dfinal = rng.uniform(-1, 1, arrays["state"].shape)
+    grads = dual.backward(dout, dfinal, **arrays)
+
+    def loss(**arrays):
+        made = dual.forward(**arrays)
+        return (dout * made["out"]).sum() + (dfinal * made["state"]).sum()
+
+    finite_differences.check(loss, arrays, grads)
     if np.isfinite(limit[1]):
         dt = arrays["zxbcdt"][..., -v["n_heads"] :] + arrays["dt_bias"]
         delta = oracle.softplus(dt)
@@ -154,17 +165,19 @@ def test_the_dual_is_the_recurrence(rng):
     zxbcdt = rng.uniform(-1, 1, (batch, seqlen, v["d_proj"]))
     xBC = rng.uniform(-1, 1, (batch, seqlen, v["d_xBC"]))
     dt_bias, A_log, D = rng.uniform(-1, 1, (3, v["n_heads"]))
-    saved = dual.forward(zxbcdt, xBC, dt_bias, A_log, D, np.ones(v["d_inner"]))
+    state = rng.uniform(-1, 1, (batch, 4, 5, 3))
+    saved = dual.forward(zxbcdt, xBC, dt_bias, A_log, D, np.ones(v["d_inner"]), state)
     y, _, _, _ = oracle.gated(**saved["gated"], **dual.norm)
     x, B, C = np.split(xBC, [v["d_inner"], v["d_inner"] + 10], -1)
     x = x.reshape(batch, seqlen, 4, 3)
     B, C = (np.repeat(m.reshape(batch, seqlen, 2, 5), 2, 2) for m in (B, C))
     delta = oracle.softplus(zxbcdt[..., -4:] + dt_bias)
-    h = np.zeros((batch, 4, 5, 3))
+    h, before = state, np.zeros(batch)
     for t in range(seqlen):
-        h *= np.exp(-np.exp(A_log) * delta[:, t])[..., None, None]
-        if t:
-            h *= (documents[:, t] == documents[:, t - 1])[:, None, None, None]
+        h = h * np.exp(-np.exp(A_log) * delta[:, t])[..., None, None]
+        h *= (documents[:, t] == before)[:, None, None, None]
+        before = documents[:, t]
         h += (delta[:, t, :, None] * B[:, t])[..., None] * x[:, t, :, None, :]
         want = np.einsum("bhn,bhnp->bhp", C[:, t], h) + D[:, None] * x[:, t]
         np.testing.assert_allclose(y[:, t], want.reshape(batch, -1), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(saved["state"], h, rtol=1e-10, atol=1e-12)

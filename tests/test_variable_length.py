@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import wgsl_train as wt
-from tests.test_model import lively, relative
+from tests.test_model import lively, loss_and_grads, relative
 from wgsl_train.config import MambaConfig
 from wgsl_train.device import with_target
 from wgsl_train.errors import ConfigError, DataError
-from wgsl_train.ops import selective_scan
+from wgsl_train.ops import selective_scan, ssd
 
 pytestmark = pytest.mark.gpu
 
@@ -32,9 +32,11 @@ CONFIGS = {
 
 @pytest.fixture(params=[1, 64], ids=["one segment", "segments"])
 def segments(request, monkeypatch):
-    """How many segments the scan has: all chunks, which are 16 steps long, in one, or one in each."""
+    """How many segments the scan has: all chunks, which are 16 steps long, in one, or one in each;
+    and whether a piece is one chunk of the state-space dual, or two."""
     for workgroups in ("FORWARD_WORKGROUPS", "BACKWARD_WORKGROUPS"):
         monkeypatch.setitem(getattr(selective_scan, workgroups), "cpu", request.param)
+    monkeypatch.setitem(ssd.CHUNK, "cpu", {1: 64, 64: 16}[request.param])
 
 
 def make(device, config):
@@ -164,6 +166,13 @@ def test_wrong_documents_are_refused(device, given, message):
 
 # Carried states
 
+CARRIED = {
+    "euler": CONFIGS["euler"],
+    "zoh": CONFIGS["zoh"],
+    "dual": replace(SMALL, layers="mamba2*2", n_layer=2, head_dim=5, n_groups=2, d_conv=1),
+    "both": replace(SMALL, layers="mamba2:share=a,mamba,mamba2:share=a", n_layer=3, head_dim=8),
+}
+
 
 def chain(model, pieces, **options):
     """Chunks of a sequence, and then, last first, again with what flows back into each."""
@@ -183,9 +192,9 @@ def chain(model, pieces, **options):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
-@pytest.mark.parametrize("name", ["euler", "zoh"])
+@pytest.mark.parametrize("name", ["euler", "zoh", "dual", "both"])
 def test_chained_halves_give_the_gradients_of_the_whole(device, name, checkpointing, segments):
-    model = make(device, CONFIGS[name])
+    model = make(device, CARRIED[name])
     tokens, targets = document(48)
     loss, grads = model.loss_and_grads(tokens, targets)
     pieces = [(tokens[:, i : i + 24], targets[:, i : i + 24]) for i in (0, 24)]
@@ -199,12 +208,32 @@ def test_chained_halves_give_the_gradients_of_the_whole(device, name, checkpoint
     assert not chunks[0].state_grads
 
 
-def test_gradients_by_the_state_are_differences_of_the_loss(device):
-    model = make(device, SMALL)
+@pytest.mark.parametrize("name", ["euler", "dual", "both"])
+def test_chunks_match_the_oracle_with_their_first_states(device, name, segments):
+    config = CARRIED[name]
+    model, states, state = make(device, config), {}, None
+    tokens, targets = document(72)
+    for start in (0, 24, 48):
+        piece = tokens[:, start : start + 24], targets[:, start : start + 24]
+        loss, want, _ = loss_and_grads(config, lively(config), *piece, states)
+        chunk = model.loss_and_grads_from(state, *piece)
+        assert chunk.loss == pytest.approx(loss, rel=1e-5)
+        assert_same_grads(chunk.grads, want, 1e-4)
+        state = chunk.state
+    alone = loss_and_grads(config, lively(config), *piece)
+    assert abs(alone[0] - loss) > 1e-4
+    assert max(relative(alone[1][n], want[n]) for n in want) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["euler", "both"])
+def test_gradients_by_the_state_are_differences_of_the_loss(device, name):
+    model = make(device, CARRIED[name])
     tokens, targets = document(24)
     state = model.loss_and_grads_from(None, *document(24, seed=1)).state
     chunk = model.loss_and_grads_from(state, tokens, targets, detached=False)
-    assert chunk.state.keys() == chunk.state_grads.keys() == {"0.conv", "0.ssm"}
+    layers = range(CARRIED[name].n_layer)
+    assert chunk.state.keys() == {f"{i}.{of}" for i in layers for of in ("conv", "ssm")}
+    assert chunk.state.keys() == chunk.state_grads.keys()
     rng = np.random.default_rng(0)
     for name, grad in chunk.state_grads.items():
         # along the gradient and across: the loss is even in float32 smooth enough for 1 %
@@ -218,8 +247,9 @@ def test_gradients_by_the_state_are_differences_of_the_loss(device):
         assert (losses[0] - losses[1]) / 0.2 == pytest.approx((grad * direction).sum(), rel=0.02)
 
 
-def test_a_state_belongs_to_the_first_document(device):
-    model = make(device, SMALL)
+@pytest.mark.parametrize("name", ["euler", "dual", "both"])
+def test_a_state_belongs_to_the_first_document(device, name):
+    model = make(device, CARRIED[name])
     tokens, targets = document(48)
     ids = np.repeat([[0, 1]], [30, 18], axis=1)  # one begins inside the second half
     loss, grads = model.loss_and_grads(tokens, targets, documents=ids)
@@ -236,10 +266,14 @@ def test_a_state_belongs_to_the_first_document(device):
 
 def test_what_a_state_is_refused_for(device):
     model = make(device, CONFIGS["hybrid"])
-    with pytest.raises(ConfigError, match="layers of type mamba only; the model has 'mamba2'"):
+    with pytest.raises(ConfigError, match="layer 1 is of type 'attention', whose keys and values"):
         model.loss_and_grads_from(None, [[1]], [[1]])
     model = make(device, SMALL)
     with pytest.raises(ConfigError, match="not detached only"):
         model.loss_and_grads_from(None, [[1]], [[1]], final_grads={})
     with pytest.raises(DataError, match=r"state: arrays are {}, must be {'0.conv': "):
         model.loss_and_grads_from({}, *document(24))
+    state = model.loss_and_grads_from(None, *document(24)).state
+    state["0.ssm"][0, 0, 0, 0] = np.nan
+    with pytest.raises(DataError, match=r"state: 0\.ssm is not finite"):
+        model.loss_and_grads_from(state, *document(24))

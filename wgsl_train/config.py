@@ -929,8 +929,6 @@ class TrainConfig(_Checked):
             self._refuse("lora_rank", 0, "1 or more, where lora_targets are chosen")
         if self.lora_rank and self.train:
             self._refuse("train", self.train, "nothing, where an adapter trains (lora_rank)")
-        if self.carry_state and self.precision != "f32":
-            self._refuse("precision", self.precision, "'f32', where a state is carried")
         if self.min_lr > self.lr:
             self._refuse("min_lr", self.min_lr, f"at most lr, {self.lr}")
         if self.steps is not None and self.warmup_steps > self.steps:

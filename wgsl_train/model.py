@@ -59,8 +59,10 @@ class Chunk:
 
     loss          mean in nats over the targets that count
     grads         its gradient by every trainable parameter
-    state         what each layer carries on, by name: "0.conv" (batch, d_conv - 1, d_inner), the
-                  convolution's last inputs, and "0.ssm" (batch, ceil(d_state / 4), d_inner, 4)
+    state         what each layer carries on, by name: "0.conv" (batch, d_conv - 1, channels), the
+                  convolution's last inputs, and "0.ssm", the state h: of Mamba-1
+                  (batch, ceil(d_state / 4), d_inner, 4), of Mamba-2
+                  (batch, n_heads, d_state, head_dim)
     state_grads   by the state that the chunk began with; empty where it is detached
     """
 
@@ -739,8 +741,12 @@ class Model:
         found, wanted = _shapes(given), {n: t.shape for n, t in tensors.items()}
         if found != wanted:
             raise DataError(f"{what}: arrays are {found}, must be {wanted}")
+        arrays = {name: np.asarray(given[name], np.float32) for name in tensors}
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise DataError(f"{what}: {name} is not finite")
         for name, tensor in tensors.items():
-            self.buffers.write(tensor, np.asarray(given[name], np.float32))
+            self.buffers.write(tensor, arrays[name])
 
     def carried_states(self, batch: int, prefix: str) -> dict[str, Tensor]:
         """The persistent tensors that training steps of this batch size carry on, by name."""

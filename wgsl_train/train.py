@@ -311,6 +311,10 @@ class Trainer:
         self._write_hyper(total_steps or self.config.steps or 0)
         count = sum(b.n_targets for b in batches)
         result = StepResult(self.progress.step + 1, self._fetch)
+        before: dict[Tensor, Array] = {}
+        if self.config.detect_anomaly:
+            states = [c.final for step in steps for c in step.tensors.states.values()]
+            before = {state: self.model.buffers.read(state) for state in states}
         if count:
             for i, (step, batch) in enumerate(zip(steps, batches, strict=True)):
                 self.model.load_batch(step, batch.inputs, batch.targets, count, batch.documents)
@@ -323,6 +327,8 @@ class Trainer:
                 # where the loss is scaled, gradients that pass f16's range are in the order of things
                 wrong = result.skipped and self.config.precision == "f32"
                 if wrong or not math.isfinite(result.loss):
+                    for state, array in before.items():
+                        self.model.buffers.write(state, array)
                     self._explain(result.step, batches, count)
         else:
             if self.config.carry_state:  # the states go on all the same
@@ -572,6 +578,8 @@ class Trainer:
             if self.config.carry_state:
                 read = self.model.buffers.read
                 states = {name: read(tensor) for name, tensor in self._states.items()}
+                # as the next step will find them
+                states = {n: np.where(np.isfinite(a), a, np.float32(0)) for n, a in states.items()}
                 checkpoint.save_tensors(folder / STATES, states)
             checkpoint.write_json(folder / TRAINER_STATE, state)
             self._record_tuning(Path(out))

@@ -107,6 +107,7 @@ def conv1d_silu_forward(x, weight, bias, state, documents, x_start):
     case(("initial", "documents"), batch=2, seqlen=1, d_inner=150, x_stride=300, context=3),
     case(("initial", "documents"), batch=1, seqlen=4, d_inner=4, x_stride=8, context=4),
     case(("documents",), batch=2, seqlen=2, d_inner=5, x_stride=10, context=3),
+    case(("documents",), batch=2, seqlen=5, d_inner=5, x_stride=11, context=3, half=("x",)),
     case(batch=9, seqlen=2, d_inner=5, x_stride=10, context=3),
     case(batch=9, seqlen=6, d_inner=5, x_stride=10, context=3),
     draw={"documents": documents},

@@ -149,7 +149,7 @@ def ssd_prepare(zxbcdt, dt_bias, A_log, documents, dt_cum, limit):
     steps = np.maximum(-np.exp(A_log) * delta * LOG2_E, -127)
     first = np.zeros((batch, seqlen))
     if planes == 3:
-        first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        first = documents != np.pad(documents, [(0, 0), (1, 0)])[:, :-1]
     first = into_chunks(first, chunk) * inside
     cum, last = np.zeros_like(steps), np.zeros_like(steps[:, :, 0])
     for t in range(chunk):
@@ -196,27 +196,42 @@ def ssd_states(xBC, dt_cum, dy, states, n_groups, skip):
     return {"states": made}
 
 
+OPTIONAL = ("starts", "last", "initial", "state", "dots")
+
+
+def combine_case(base, *bound, reverse=False):
+    left_out = tuple(binding for binding in OPTIONAL if binding not in bound)
+    return case(**base, reverse=reverse, leave_out=left_out)
+
+
 @oracle(
-    case(**dims(), leave_out=("starts", "state", "dots")),
-    case(**dims(seqlen=40, planes=3), leave_out=("starts", "dots")),
-    case(**dims(seqlen=40, planes=3), reverse=True, leave_out=("state",)),
-    case(**{**PACKED, "blocks": 1}, reverse=True, leave_out=("state",)),
-    case(**dims(seqlen=6, head_dim=12, d_state=30), reverse=True, leave_out=("state",)),
-    case(**dims(seqlen=3), leave_out=("starts", "dots")),
+    combine_case(dims()),
+    combine_case(dims(seqlen=40, planes=3), "state"),
+    combine_case(dims(seqlen=40, planes=3), "initial", "state"),
+    combine_case(PACKED, "initial", "state"),
+    combine_case(dims(seqlen=3), "state"),
+    combine_case(dims(seqlen=40, planes=3), "starts", "dots", reverse=True),
+    combine_case(PACKED, "starts", "dots", reverse=True),
+    combine_case(dims(seqlen=6, head_dim=12, d_state=30), "starts", "dots", reverse=True),
+    combine_case(dims(seqlen=3), "starts", "dots", reverse=True),
+    combine_case(dims(seqlen=3, planes=3), *OPTIONAL, reverse=True),
+    combine_case(dims(seqlen=40, head_dim=12, d_state=30), *OPTIONAL, reverse=True),
     draw={"dt_cum": dt_cum_draw},
 )
-def ssd_combine(dt_cum, starts, states, state, dots, reverse):
+def ssd_combine(dt_cum, starts, last, initial, states, state, dots, reverse):
     cum = dt_cum[..., 1, -1]
     decay = np.exp2(cum) * (dt_cum[..., 2, -1] == 0 if dt_cum.shape[3] == 3 else 1)
     chunks = states.shape[1]
-    carry = np.zeros_like(states[:, 0]) if state is None else state
+    begin = state if initial is None else initial
+    carry = np.zeros_like(states[:, 0]) if begin is None else begin
     result = {"states": np.empty_like(states)}
     if dots is not None:
         result["dots"] = np.zeros_like(dots)
+        after = [*np.moveaxis(starts[:, 1:], 1, 0), np.zeros_like(carry) if last is None else last]
     for k in reversed(range(chunks)) if reverse else range(chunks):
         result["states"][:, k] = carry
-        if dots is not None and k + 1 < chunks:
-            product = (carry * starts[:, k + 1]).reshape(*carry.shape[:2], -1)
+        if dots is not None:
+            product = (carry * after[k]).reshape(*carry.shape[:2], -1)
             span = 64 * (4 if states.shape[-1] % 4 == 0 else 1)
             for part in range(dots.shape[-1]):
                 result["dots"][:, k, :, part] = product[..., part * span : (part + 1) * span].sum(

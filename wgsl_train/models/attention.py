@@ -6,6 +6,7 @@ Names of parameters, and the order of in_proj's rows, are those of mamba_ssm's `
 from __future__ import annotations
 
 from ..config import MambaConfig
+from ..errors import ConfigError
 from ..kernel import Tensor
 from ..ops.attention import Cache, advance, attention
 from ..ops.linear import linear
@@ -37,7 +38,15 @@ def layer_parameters(config: MambaConfig, i: int) -> list[ParamSpec]:
 def layer_state(
     plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int, prefix: str
 ) -> Cache:
-    """Keys and values of the positions so far, at most `capacity`, of layer i."""
+    """Keys and values of the positions so far, at most `capacity`, of layer i.
+
+    Raises ConfigError where the plan trains.
+    """
+    if plan.training:
+        raise ConfigError(
+            f"layer {i} is of type 'attention', whose keys and values are kept for generation only: "
+            "a state is carried in training through layers of type 'mamba' and 'mamba2' alone"
+        )
     name, columns = f"{prefix}.{batch}.{i}", 2 * _kv_heads(config) * config.attn_head_dim
     return Cache(
         plan.persistent(f"{name}.kv", (batch, capacity, columns)),

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from ..config import Layer, MambaConfig
-from ..errors import ConfigError
 from ..kernel import Tensor
 from ..ops.embedding import embedding
 from ..ops.rms_norm import rms_norm
@@ -48,6 +47,8 @@ class LayerType(Protocol):
         """What layer i carries from token to token: persistent tensors "{prefix}.{batch}.{i}.…".
 
         capacity   tokens for which a state that grows must have room
+
+        Raises ConfigError where the plan trains, and the state is for generation only.
         """
 
 
@@ -83,9 +84,6 @@ def state_grows(config: MambaConfig) -> bool:
     return any(layer.type == "attention" for layer in config.schedule)
 
 
-CHAINABLE = ("mamba",)  # layer types whose state may be carried in training
-
-
 def carried_state(
     plan: Plan, config: MambaConfig, batch: int, capacity: int = 0, prefix: str = "state"
 ) -> list[Any]:
@@ -94,14 +92,8 @@ def carried_state(
     capacity   tokens for which a state that grows has room
     prefix     of the tensors' names, by which plans share them
 
-    Raises ConfigError where the plan trains, and a layer has no state for that.
+    Raises ConfigError where the plan trains, and a layer's state is for generation only.
     """
-    for layer in config.schedule:
-        if plan.training and layer.type not in CHAINABLE:
-            raise ConfigError(
-                f"a state is carried in training by layers of type {' or '.join(CHAINABLE)} only; "
-                f"the model has {layer.type!r}"
-            )
     return [
         layer_type(layer.type).layer_state(plan, layer.config, batch, i, capacity, prefix)
         for i, layer in enumerate(config.schedule)

@@ -53,10 +53,10 @@ def bias_parameters(mixer: str, biases: Mapping[str, tuple[bool, int]]) -> list[
 
 @dataclass(frozen=True)
 class LayerState:
-    """What the layer carries from token to token, and in training from chunk to chunk.
+    """What a layer carries from token to token, and in training from chunk to chunk.
 
-    conv   (batch, d_conv - 1, d_inner): the last inputs of the convolution; None for d_conv 1
-    ssm    (batch, ceil(d_state / 4), d_inner, 4): the state h
+    conv   the last inputs of the convolution, (batch, d_conv - 1, channels); None for d_conv 1
+    ssm    the state h
     """
 
     conv: Carried | None
@@ -70,7 +70,11 @@ class LayerState:
 def layer_state(
     plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int, prefix: str
 ) -> LayerState:
-    """Persistent state of layer i; of one size, whatever the capacity."""
+    """Persistent state of layer i, of one size, whatever the capacity.
+
+    conv   (batch, d_conv - 1, d_inner)
+    ssm    (batch, ceil(d_state / 4), d_inner, 4)
+    """
     c, name = config, f"{prefix}.{batch}.{i}"
     conv = None
     if c.d_conv > 1:

@@ -5,17 +5,15 @@ Names of parameters are Hugging Face's `Mamba2ForCausalLM`. See config.py for th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..config import MambaConfig
 from ..kernel import Tensor
-from ..ops.carry import Carried, carried
+from ..ops.carry import carried
 from ..ops.conv1d import conv1d_silu
 from ..ops.linear import Columns, linear
 from ..ops.rms_norm import rms_norm
 from ..ops.ssd import ssd
 from ..plan import ParamSpec, Plan
-from .mamba import bias_parameters
+from .mamba import LayerState, bias_parameters
 
 
 def _conv_columns(config: MambaConfig) -> int:
@@ -46,29 +44,20 @@ def layer_parameters(config: MambaConfig, i: int) -> list[ParamSpec]:
     return specs + bias_parameters(mixer, biases)
 
 
-@dataclass(frozen=True)
-class LayerState:
-    """What the layer carries from token to token.
-
-    conv   (batch, d_conv - 1, d_xBC): the last inputs of the convolution; None for d_conv 1
-    ssm    (batch, n_heads, d_state, head_dim): the state h
-    """
-
-    conv: Carried | None
-    ssm: Tensor
-
-
 def layer_state(
     plan: Plan, config: MambaConfig, batch: int, i: int, capacity: int, prefix: str
 ) -> LayerState:
-    """Persistent state of layer i, for generation; of one size, whatever the capacity."""
+    """Persistent state of layer i, of one size, whatever the capacity.
+
+    conv   (batch, d_conv - 1, d_xBC)
+    ssm    (batch, n_heads, d_state, head_dim)
+    """
     c, name = config, f"{prefix}.{batch}.{i}"
     conv = None
     if c.d_conv > 1:
         conv = carried(plan, f"{name}.conv", (batch, c.d_conv - 1, _conv_columns(c)))
-    return LayerState(
-        conv, plan.persistent(f"{name}.ssm", (batch, c.n_heads, c.d_state, c.head_dim))
-    )
+    ssm = carried(plan, f"{name}.ssm", (batch, c.n_heads, c.d_state, c.head_dim))
+    return LayerState(conv, ssm)
 
 
 def block(

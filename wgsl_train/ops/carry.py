@@ -30,6 +30,11 @@ class Carried:
     dinitial: Tensor | None = None
     dfinal: Tensor | None = None
 
+    @property
+    def apart(self) -> Tensor | None:
+        """`initial`, unless it is `final` too, as which an op binds it then."""
+        return None if self.initial is self.final else self.initial
+
     def chained(self, plan: Plan) -> Carried:
         """The same, with persistent tensors for the gradients."""
         dinitial, dfinal = (
@@ -43,7 +48,8 @@ def carried(plan: Plan, name: str, shape: tuple[int, ...]) -> Carried:
     """A persistent state, f32, that a plan starts from, and leaves brought up to date.
 
     Where the plan trains, ops read a copy, since the backward pass may need what the state was,
-    and a layer that is planned a second time must not start from where it ended.
+    and a layer that is planned a second time must not start from where it ended. What is not
+    finite there is copied as 0, or a step that is skipped would spoil all that come after it.
     """
     final = plan.persistent(name, shape)
     if not plan.training:

@@ -85,6 +85,7 @@ STATE = Kernel(
     options={"x_start": 0},
     grid=elementwise(lambda v: int(v["batch"] * v["d_inner"])),
     u32=frozenset({"documents"}),
+    half=frozenset({"x"}),
     traffic=lambda v: 8 * v["batch"] * v["context"] * v["d_inner"],
 )
 
@@ -175,8 +176,7 @@ def conv1d_silu(
     initial = state.initial if state else None
     plan.dispatch(FORWARD, **given, **taps, state=initial, u=u)
     if state:
-        before = None if state.initial is state.final else state.initial
-        plan.dispatch(STATE, **given, documents=documents, initial=before, state=state.final)
+        plan.dispatch(STATE, **given, documents=documents, initial=state.apart, state=state.final)
 
     def backward() -> None:
         run = _run(plan.target, batch, seqlen, d_inner)

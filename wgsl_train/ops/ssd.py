@@ -31,6 +31,7 @@ from ..kernel import (
     spread,
 )
 from ..plan import Plan
+from .carry import Carried
 from .linear import direct, staged
 from .sum_partials import partial
 
@@ -146,6 +147,7 @@ def _vec4(*always: str, **packed: tuple[str, ...]) -> Callable[[Values], list[st
 
 _DT_CUM = "batch chunks n_heads planes chunk"
 _STATES = "batch chunks n_heads d_state head_dim"
+_STATE = "batch n_heads d_state head_dim"
 _XBC = ("d_xBC", "d_state", "head_dim")
 
 
@@ -224,16 +226,18 @@ def _blocks(v: Values) -> int:
 
 COMBINE = Kernel(
     "ssd_combine",
-    reads={"dt_cum": _DT_CUM, "starts?": _STATES},
+    reads={"dt_cum": _DT_CUM, "starts?": _STATES, "last?": _STATE, "initial?": _STATE},
     writes={
         "states": _STATES,
-        "state?": "batch n_heads d_state head_dim",
+        "state?": _STATE,
         "dots?": "batch chunks n_heads blocks",
     },
     options={"reverse": False},
     choose=by_kind({"workgroup": 64}),
     grid=lambda v: spread(v["batch"] * v["n_heads"] * _blocks(v)),
-    vec4=_vec4(starts=("head_dim",), states=("head_dim",), state=("head_dim",)),
+    vec4=lambda v: (
+        ("starts", "last", "initial", "states", "state") if v["head_dim"] % 4 == 0 else ()
+    ),
 )
 
 OUTPUT = Kernel(
@@ -468,7 +472,7 @@ def ssd(
     eps: float,
     time_step_limit: tuple[float, float] = (0.0, math.inf),
     documents: Tensor | None = None,
-    state: Tensor | None = None,
+    state: Carried | None = None,
     chunk: int | None = None,
     name: str = "ssd",
 ) -> Tensor:
@@ -483,12 +487,13 @@ def ssd(
     A_log, D (n_heads,), norm_weight (d_inner,). Neighbouring heads form n_groups groups with a B and
     C each. Returns (batch, seqlen, d_inner).
 
-    The backward pass writes all of xBC's gradient, and the columns of z and dt of zxbcdt's. It adds
-    to those of the parameters that train.
+    The backward pass writes all of xBC's gradient, the columns of z and dt of zxbcdt's, and that of
+    the state. It adds to those of the parameters that train.
 
-    documents   (batch, seqlen) u32: the state starts anew where a row's number changes
-    state       persistent (batch, n_heads, d_state, head_dim): the scan starts from it and leaves
-                its last state there; in inference only
+    documents   (batch, seqlen) u32, ids that do not decrease along a row: the state is zero where
+                one begins. A state that is given belongs to document 0
+    state       (batch, n_heads, d_state, head_dim): the scan starts from it and leaves its last
+                state there
     chunk       steps of a chunk, a multiple of 4; by default what suits the adapter
 
     Raises ShapeError where shapes do not fit. Source: Dao & Gu, "Transformers are SSMs" (2024),
@@ -512,8 +517,6 @@ def ssd(
         )
     if not 1 <= d_state <= MAX_STATE:
         raise ShapeError(f"ssd: d_state is {d_state}, must be 1 to {MAX_STATE:,}")
-    if state and plan.training:
-        raise ShapeError("ssd carries a state between calls in inference only")
     kind = plan.target.kind
     chunk = chunk or min(CHUNK.get(kind, CHUNK["portable"]), 1 << (seqlen - 1).bit_length())
     chunk = max(chunk, 4)
@@ -542,7 +545,13 @@ def ssd(
         states = plan.tensor(f"{name}.states", state_shape)
         skip = "" if state else "last"
         plan.dispatch(STATES, xBC=xBC, dt_cum=dt_cum, states=states, n_groups=n_groups, skip=skip)
-        plan.dispatch(COMBINE, dt_cum=dt_cum, states=states, state=state)
+        plan.dispatch(
+            COMBINE,
+            dt_cum=dt_cum,
+            initial=state and state.apart,
+            states=states,
+            state=state and state.final,
+        )
     y = plan.tensor(f"{name}.y", (batch, seqlen, d_inner))
     skips = plan.tensor(f"{name}.skip", (batch, seqlen, n_heads))
     plan.dispatch(
@@ -580,10 +589,21 @@ def ssd(
         dstates = dots = None
         if states:
             dstates = plan.tensor(f"{name}.dstates", state_shape)
-            plan.dispatch(STATES, **given, states=dstates, n_groups=n_groups, skip="first")
+            chained = state if state and state.dinitial else None
+            if chunks > 1 or chained:  # else nothing reaches the end of the only chunk
+                skip = "" if chained else "first"
+                plan.dispatch(STATES, **given, states=dstates, n_groups=n_groups, skip=skip)
             dots = plan.tensor(f"{name}.dots", (batch, chunks, n_heads, _blocks(sizes)))
             plan.dispatch(
-                COMBINE, dt_cum=dt_cum, starts=states, states=dstates, dots=dots, reverse=True
+                COMBINE,
+                dt_cum=dt_cum,
+                starts=states,
+                last=chained and chained.final,
+                initial=chained and chained.dfinal,
+                states=dstates,
+                state=chained and chained.dinitial,
+                dots=dots,
+                reverse=True,
             )
         plan.dispatch(OUTPUT, **given, scores=reverse, states=dstates, out=dxBC, **sizes)
         # the heads of a group are dealt out where there are few products
