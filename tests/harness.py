@@ -4,7 +4,7 @@ import ast
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ oracle.load_all()
 
 GUARD = np.float32(-12345.678)  # stands before and after every tensor, and must stay there
 HALF_RTOL = 1e-3  # what an f16 result is held to: it is rounded to 2^-11 of its value
+NUMPY = {"f32": np.float32, "u32": np.uint32, "f16": np.float16, "i8": np.int8}
 KINDS = ("portable", "cpu", "integrated", "discrete")
 
 
@@ -125,13 +126,41 @@ def variant_of(
     return Variant(kernel, oracle.Case(values, left_out), kind)
 
 
+def alternatives(name: str, target: Target) -> Iterator[Variant]:
+    """A kernel's cases at the choices that `wgsl-train tune` measures beside the tables'."""
+    kernel = KERNELS[name]
+    for case in oracle.ORACLES[name].cases:
+        for kind in KINDS:
+            plain = Variant(kernel, case, kind)
+            half = frozenset(case.half)
+            values = kernel.values(plain.target(target), plain.dims, plain.options, half)
+            for choices in kernel.alternatives(plain.target(target), values):
+                yield Variant(kernel, replace(case, choices=choices), kind)
+
+
+def plan(variant: Variant, target: Target = PORTABLE, accumulate: bool = True) -> Plan:
+    """A plan of one dispatch, whose tensors each lie between guards in a buffer of their own.
+
+    accumulate   False: `adds` bindings are overwritten, as at an activation's first contribution
+    """
+    kernel, target = variant.kernel, variant.target(target)
+    made = Plan(Layout([], target), target)
+    tensors: dict[str, Tensor] = {}
+    for binding, shape in variant.shapes.items():
+        dtype = variant.dtype(binding)
+        margin = alignment(dtype)
+        base = made.persistent(f"test.{binding}", (math.prod(shape) + 2 * margin,), dtype)
+        if kernel.bindings[binding][1] == "adds" and not accumulate:
+            base.kind = "activation"
+        tensors[binding] = base.view(margin, shape, binding)
+    made.dispatch(kernel, **tensors, **variant.options)
+    return made
+
+
 def planned(variant: Variant, target: Target = PORTABLE) -> Dispatch:
-    """The dispatch of a case, on tensors that nobody has memory for."""
-    target = variant.target(target)
-    plan = Plan(Layout([], target), replace(target, max_binding=1 << 31, max_buffer=1 << 31))
-    tensors = {b: plan.persistent(b, s, variant.dtype(b)) for b, s in variant.shapes.items()}
-    plan.dispatch(variant.kernel, **tensors, **variant.options)
-    (dispatch,) = plan.dispatches
+    """The dispatch of a case, whatever memory it takes."""
+    large = replace(target, max_binding=1 << 31, max_buffer=1 << 31)
+    (dispatch,) = plan(variant, large).dispatches
     return dispatch
 
 
@@ -164,51 +193,48 @@ def expect(variant: Variant, arrays: oracle.Arrays) -> oracle.Arrays:
     return reference.compute(**{k: known[k] for k in wanted})
 
 
-def run(
-    variant: Variant, buffers: Buffers, arrays: oracle.Arrays, accumulate: bool = True
-) -> tuple[oracle.Arrays, list[str]]:
-    """One dispatch on the GPU. Returns what every changed binding holds, and what was wrong
-    around them (guard elements that were overwritten).
-
-    accumulate   False: `adds` bindings are overwritten, as at an activation's first contribution
-    """
-    kernel = variant.kernel
-    target = variant.target(buffers.device.target)
-    plan = Plan(Layout([], target), target)
-    wanted = inspect.signature(oracle.ORACLES[kernel.name].compute).parameters
-    tensors: dict[str, Tensor] = {}
-    for binding, shape in variant.shapes.items():
-        use = kernel.bindings[binding][1]
-        dtype = variant.dtype(binding)
-        margin = alignment(dtype)
-        base = plan.persistent(f"test.{binding}", (math.prod(shape) + 2 * margin,), dtype)
-        if use == "adds" and not accumulate:
-            base.kind = "activation"
-        tensors[binding] = base.view(margin, shape, binding)
-    plan.dispatch(kernel, **tensors, **variant.options)
-    encoder = Encoder(buffers, plan, share_memory=False)
-    for binding, tensor in tensors.items():
-        use = kernel.bindings[binding][1]
-        if use == "reads" or (use == "adds" and accumulate) or binding in wanted:
+def contents(dispatch: Dispatch, arrays: oracle.Arrays) -> oracle.Arrays:
+    """What the buffer of each binding holds before the dispatch, guards included."""
+    wanted = inspect.signature(oracle.ORACLES[dispatch.kernel.name].compute).parameters
+    filled = {}
+    for binding, tensor in dispatch.tensors.items():
+        use = dispatch.kernel.bindings[binding][1]
+        if use == "reads" or binding in dispatch.accumulate or binding in wanted:
             body = arrays[binding].ravel()
         else:
             body = np.full(tensor.size, np.nan)  # so that an element left unwritten shows
-        guard = np.full(tensor.offset, 7 if tensor.dtype in ("u32", "i8") else GUARD)
-        encoder.write(tensor.root, np.concatenate([guard, body, guard]))
-    encoder.run("forward")
+        guard = np.full(tensor.start, 7 if tensor.dtype in ("u32", "i8") else GUARD)
+        filled[binding] = np.concatenate([guard, body, guard]).astype(NUMPY[tensor.dtype])
+    return filled
+
+
+def results(dispatch: Dispatch, after: oracle.Arrays) -> tuple[oracle.Arrays, list[str]]:
+    """What every changed binding holds, given buffers after the dispatch, and what was wrong
+    around them (guard elements that were overwritten)."""
     got, faults = {}, []
-    for binding, tensor in tensors.items():
-        if kernel.bindings[binding][1] == "reads":
-            continue
-        raw = encoder.read(tensor.root)
-        start, stop = tensor.offset, tensor.offset + tensor.size
+    for binding, tensor in dispatch.bound("writes", "adds"):
+        raw, start, stop = after[binding], tensor.start, tensor.start + tensor.size
         guards = np.concatenate([raw[:start], raw[stop:]])
         if not (guards == guards[0]).all():
             faults.append(f"{binding}: wrote outside the tensor")
         got[binding] = raw[start:stop].astype(np.float64).reshape(tensor.shape)
-    for tensor in tensors.values():
-        buffers.drop(tensor.root)
     return got, faults
+
+
+def run(
+    variant: Variant, buffers: Buffers, arrays: oracle.Arrays, accumulate: bool = True
+) -> tuple[oracle.Arrays, list[str]]:
+    """One dispatch on the GPU: its `results`."""
+    made = plan(variant, buffers.device.target, accumulate)
+    (dispatch,) = made.dispatches
+    encoder = Encoder(buffers, made, share_memory=False)
+    for binding, content in contents(dispatch, arrays).items():
+        encoder.write(dispatch.tensors[binding].root, content)
+    encoder.run("forward")
+    after = {b: encoder.read(t.root) for b, t in dispatch.bound("writes", "adds")}
+    for tensor in dispatch.tensors.values():
+        buffers.drop(tensor.root)
+    return results(dispatch, after)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 import wgsl_train as wt
 from tests import harness
-from tests.oracle import ORACLES
 from tests.test_structure import render, workgroup_bytes
 from tests.test_train import CONFIG, SHAPE, assert_same, dataset, make, moments, settings
 from wgsl_train import tune as tune_module
@@ -36,17 +34,12 @@ def cache(monkeypatch, tmp_path):
 # What kernels declare
 
 
-@pytest.mark.parametrize("kind", harness.KINDS)
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda k: k.name)
-def test_alternatives_fit_the_portable_limits(kernel, kind):
+@pytest.mark.parametrize("name", KERNELS)
+def test_alternatives_fit_the_portable_limits(name):
     """They render at every kind of adapter, and take no more than WebGPU promises."""
-    case = ORACLES[kernel.name].cases[0]
-    plain = harness.Variant(kernel, case, kind)
-    values = kernel.values(plain.target(Target()), plain.dims, plain.options)
-    for choices in kernel.alternatives(plain.target(Target()), values):
-        assert values["workgroup"] <= 256
-        variant = harness.Variant(kernel, replace(case, choices=choices), kind)
-        assert workgroup_bytes(render(variant)) <= 16384, choices
+    for variant in harness.alternatives(name, Target()):
+        assert variant.case.choices.get("workgroup", 1) <= 256
+        assert workgroup_bytes(render(variant)) <= 16384, variant
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes ready what demo.sh and test.sh need: a Vulkan driver where no adapter is found, and a
-# virtual environment in .venv with this package in it. Safe to run again. Debian and Ubuntu.
+# virtual environment in .venv with this package in it; for the tests Chromium too, unless
+# WGSL_TRAIN_SKIP_CHROMIUM is 1. Safe to run again. Debian and Ubuntu.
 #
 #   tools/setup.sh [EXTRA]      EXTRA: which optional dependencies, "dev" for the tests
 set -euo pipefail
@@ -33,5 +34,12 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
 fi
 if ! .venv/bin/python -m wgsl_train devices >/dev/null 2>&1; then
     apt_install libvulkan1 mesa-vulkan-drivers
+fi
+if [ "$extra" = dev ] && [ "${WGSL_TRAIN_SKIP_CHROMIUM:-}" != 1 ] &&
+    ! .venv/bin/python -m tools.check_chromium --browser >/dev/null 2>&1; then
+    apt_install chromium || {
+        say "install Chrome or Chromium, or set WGSL_TRAIN_SKIP_CHROMIUM=1 to leave its tests out"
+        exit 1
+    }
 fi
 .venv/bin/python -m wgsl_train devices >&2

@@ -5,7 +5,7 @@ $$ for g in range(groups_n)
 $$ endfor
 $$ for i in range(thread_m)
 $$ for g in range(groups_n)
-            p{{ i }}_{{ g }} = select({{ unseen }}, p{{ i }}_{{ g }}, key{{ g }} <= vec4u(row{{ i }}){{ " & (key" ~ g ~ " >= vec4u(from" ~ i ~ "))" if "documents" in bound }});
+            p{{ i }}_{{ g }} = select({{ unseen }}, p{{ i }}_{{ g }}, (key{{ g }} <= vec4u(row{{ i }})){{ " & (key" ~ g ~ " >= vec4u(from" ~ i ~ "))" if "documents" in bound }});
 $$ endfor
 $$ endfor
         }
