@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import wgsl_train as wt
 from wgsl_train import checkpoint, cli
 from wgsl_train.config import MambaConfig, TrainConfig
 from wgsl_train.device import AdapterInfo, with_target
-from wgsl_train.errors import ConfigError
+from wgsl_train.errors import ConfigError, DeviceError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -554,7 +555,7 @@ def test_characters_of_several_bytes_come_whole():
     assert "".join(pieces(b"a", bytes([0xFF]) * 20 + b"ok")) == "\ufffd" * 20 + "ok"
 
 
-def test_devices_and_doctor(run):
+def test_devices_and_doctor(run, device):
     done = run("devices")
     assert done.code == 0
     assert re.match(r"0: .+ \(\w+, (Vulkan|Metal|D3D12)", done.out)
@@ -570,7 +571,8 @@ def test_devices_and_doctor(run):
         "AdamW step",
     ):
         assert part in done.out
-    assert len(re.findall(r"^  \S.* {2,}right$", done.out, re.M)) == 6
+    tests = 6 + ("shader-f16" in device.target.features)
+    assert len(re.findall(r"^  \S.* {2,}right$", done.out, re.M)) == tests
     assert done.out.endswith("all is well\n")
 
 
@@ -582,6 +584,17 @@ def test_the_doctor_sees_a_wrong_kernel(run, monkeypatch):
     assert done.code == 3
     assert "norm             WRONG: [1.0], must be [1.1]" in done.out
     assert "not sound: update the driver" in done.out
+
+
+def test_wrong_f16_leaves_the_rest_sound(run, monkeypatch, device):
+    with_f16 = with_target(device, features=device.target.features | {"shader-f16"})
+    monkeypatch.setattr("wgsl_train.doctor.request_device", lambda *a, **k: with_f16)
+    failing = Mock(side_effect=DeviceError("stores 1 as 0"))
+    monkeypatch.setattr("wgsl_train.doctor.check_f16", failing)
+    done = run("doctor")
+    assert done.code == 0
+    assert "f16 storage      WRONG: stores 1 as 0" in done.out
+    assert done.out.endswith("all is well\n")
 
 
 def test_the_doctor_does_not_trust_adapters_known_to_be_wrong(run, monkeypatch, device):  # D16

@@ -18,6 +18,7 @@ from .kernel import PORTABLE, Kernel, Target
 from .model import Model
 from .ops import cross_entropy, linear, rms_norm, selective_scan
 from .plan import Layout, Plan
+from .precision import check_f16
 from .train import Trainer
 
 Array = np.ndarray[Any, Any]
@@ -71,6 +72,13 @@ def diagnose(selector: str | None, say: Callable[[str], None]) -> bool:
             good, verdict = False, f"FAILED: {failure}"
         sound &= good
         say(f"  {name:16} {verdict}")
+    if "shader-f16" in device.target.features:
+        try:
+            check_f16(device)
+            verdict = "right"
+        except WgslTrainError as failure:  # what is optional leaves the rest sound
+            verdict = f"WRONG: {failure}"
+        say(f"  {'f16 storage':16} {verdict}")
     if any(bad in device.name.lower() for bad in _NOT_TRUSTED):
         say(f"\n{device.name} is known to compute wrong results: not trusted")
         sound = False
