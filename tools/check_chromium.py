@@ -51,7 +51,7 @@ OPTIONS = (
     "--enable-unsafe-webgpu",
     "--use-webgpu-adapter=swiftshader",
 )
-PATIENCE = 180.0  # seconds without a word from the page
+PATIENCE = 300.0  # seconds without a word from the page
 RUN = 6  # variants of a kernel, the shortest: SwiftShader takes minutes to prepare some longer ones
 SUBGROUPS = replace(PORTABLE, lanes=8, features=frozenset({"subgroup"}))  # those of lavapipe
 
@@ -280,6 +280,8 @@ def check(work: Work) -> tuple[str, list[str]]:
     adapter, faults, left = "", [], set(range(len(work.jobs)))
     try:
         for path, body in posts(work):
+            if path == "/progress":
+                continue
             if path == "/compiled":
                 report = json.loads(body)
                 adapter = report["adapter"]
