@@ -48,6 +48,9 @@ OPTIONS = (
     "--no-sandbox",  # which does not start for root; all it shows is our own page
     "--disable-dev-shm-usage",
     "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--enable-unsafe-webgpu",
     "--use-webgpu-adapter=swiftshader",
 )

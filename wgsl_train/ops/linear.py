@@ -203,10 +203,10 @@ def _choose(
 
 
 def _alternatives(
-    m: str, n: str, turned: bool = True
+    m: str, n: str, depth: str, turned: bool = True
 ) -> Callable[[Target, Values], list[dict[str, Any]]]:
     """Tuning choices to measure for a product of these sizes: all tiles, with and without prefetch,
-    and where a is turned in both ways."""
+    where a is turned in both ways, and half as deep where no load then has to look for the end."""
 
     def alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
         if target.kind == "cpu":
@@ -218,8 +218,11 @@ def _alternatives(
         tiles = _staged_tiles(target, v[m], v[n], v.get("parts", 1))
         tiles += [(64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
         return [
-            staged(m, n, _tile_k(m, n), tm, tn, prefetch=prefetch, single=single)
+            staged(m, n, tile_k, tm, tn, prefetch=prefetch, single=single)
             for m, n, tm, tn, _ in tiles
+            for tile_k in (
+                (16, 8) if (_tile_k(m, n), v[depth] % 16) == (16, 8) else (_tile_k(m, n),)
+            )
             for prefetch in (0, 1)
             for single in ((0, 1) if turned else (0,))
         ]
@@ -292,7 +295,7 @@ FORWARD = Kernel(
     writes={"out": "*rows out_stride"},
     options={"x_start": 0, "out_start": 0, "activation": "none", "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_out", "d_in"),
-    alternatives=_alternatives("rows", "d_out"),
+    alternatives=_alternatives("rows", "d_out", "d_in"),
     grid=_grid("rows", "d_out"),
     vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, low=_RANK, B=_RANK, out=_OUT),
     stored=_stored,
@@ -307,7 +310,7 @@ BACKWARD_X = Kernel(
     adds={"dx": "*rows dx_stride"},
     options={"dout_start": 0, "dx_start": 0, "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_in", "d_out", single=True),
-    alternatives=_alternatives("rows", "d_in"),
+    alternatives=_alternatives("rows", "d_in", "d_out"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(
         dout=_DOUT,
@@ -328,7 +331,7 @@ BACKWARD_X_PARTIAL = Kernel(
     writes={"dx_partials": "parts part_stride"},
     options={"dout_start": 0, "scale": 1.0, **_STORED},
     choose=_choose("rows", "d_in", "d_out", single=True),
-    alternatives=_alternatives("rows", "d_in"),
+    alternatives=_alternatives("rows", "d_in", "d_out"),
     grid=_grid("rows", "d_in"),
     vec4=_vec4(
         dout=_DOUT,
@@ -351,7 +354,7 @@ BACKWARD_WEIGHT = Kernel(
     adds={"dweight": "d_out d_in", "dbias?": "d_out"},
     options={"dout_start": 0, "x_start": 0},
     choose=_choose("d_out", "d_in", "rows", prefetch=False, tall=True),
-    alternatives=_alternatives("d_out", "d_in", turned=False),
+    alternatives=_alternatives("d_out", "d_in", "rows", turned=False),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
     flops=_flops,
@@ -365,7 +368,7 @@ BACKWARD_WEIGHT_PARTIAL = Kernel(
     writes={"weight_partials": "parts weight_stride", "bias_partials?": "parts bias_stride"},
     options={"d_out": 1, "d_in": 1, "dout_start": 0, "x_start": 0},
     choose=_choose("d_out", "d_in", "rows", tall=True),
-    alternatives=_alternatives("d_out", "d_in", turned=False),
+    alternatives=_alternatives("d_out", "d_in", "rows", turned=False),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, weight_partials=("d_in", "weight_stride")),
     flops=_flops,
