@@ -509,6 +509,11 @@ def test_evaluating(run, train):
     wanted = {k: v for k, v in log()[-1].items() if k != "step"}
     assert found == pytest.approx(wanted)
     assert found["eval_tokens"] == 449
+    (weights,) = Path("run").glob("checkpoint-*/model.safetensors")
+    damaged = bytearray(weights.read_bytes())
+    damaged[-4:] = np.float32(np.nan).tobytes()
+    weights.write_bytes(damaged)
+    refuses(run("eval", "run", "--data", "part.txt"), "the loss is nan: the model's weights")
     refuses(run("eval", "run"), "Missing option '--data'", USAGE)
     refuses(run("eval", "--data", "part.txt"), "(?i)missing argument 'model'", USAGE)
     refuses(run("eval", "run", "--data", "none.txt"), "none.txt: no such file")

@@ -11,7 +11,8 @@ import wgsl_train as wt
 from tests.oracle_model import batch, lively, loss_and_grads, relative
 from wgsl_train.config import MambaConfig
 from wgsl_train.device import with_target
-from wgsl_train.errors import CheckpointError, ConfigError, DataError
+from wgsl_train.errors import CheckpointError, ConfigError, DataError, TrainingError
+from wgsl_train.train import evaluate
 
 DATA = Path(__file__).parent / "data"
 
@@ -213,10 +214,26 @@ def test_sampling_is_seeded_and_bounded(device):
     assert model.generate([1], 12, eos_token_id=model.generate([1], 1, seed=2)[0], seed=2) == [
         model.generate([1], 1, seed=2)[0]
     ]
+    with pytest.raises(ConfigError, match="'int4'; allowed: 'f32' or 'f16' or 'int8'"):
+        wt.Model.from_pretrained("anywhere", device, lora_base="int4")
+    with pytest.raises(ConfigError, match="seed is -1, must be 0 or more"):
+        model.generate([1], 1, seed=-1)
     with pytest.raises(ConfigError, match="top_p"):
         model.generate([1], 1, top_p=0)
     with pytest.raises(DataError, match="64"):
         model.generate([64], 1)
+
+
+@pytest.mark.gpu
+def test_a_model_that_is_not_finite_gives_no_tokens(device):
+    model = wt.Model(CONFIGS["default"], device)
+    name = "backbone.norm_f.weight"
+    model.update({name: np.full_like(model.state_dict()[name], np.nan)})
+    for temperature in (0, 1):
+        with pytest.raises(TrainingError, match="the logits are not finite"):
+            model.generate([1], 2, temperature=temperature)
+    found = evaluate(model, wt.Dataset(np.arange(60)), 2, 8)
+    assert (found.top1, found.top5) == (0, 0)
 
 
 @pytest.mark.gpu

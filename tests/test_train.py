@@ -300,6 +300,17 @@ def test_what_a_step_refuses(device):
     with pytest.raises(DataError, match="targets are"):
         trainer.step(*pair()[:1], pair((2, 8))[1])
     assert trainer.progress.step == 0
+    with pytest.raises(DataError, match="a batch has 2 rows, batch_size is 3"):
+        make(device, carry_state=True, batch_size=3).step(*pair())
+
+
+@pytest.mark.parametrize("ids", [np.arange(100), -np.arange(1, 100)])
+def test_fit_refuses_ids_outside_the_vocabulary(device, ids):
+    trainer = make(device, **settings(steps=2))
+    for data in ((wt.Dataset(ids), None), (dataset(), wt.Dataset(ids))):
+        with pytest.raises(DataError, match=r"token -?\d+ at position \d+, outside the vocabulary"):
+            trainer.fit(data[0], eval_dataset=data[1])
+    assert trainer.progress.step == 0
 
 
 def test_a_memory_budget_is_kept_before_anything_is_allocated(device):
@@ -702,7 +713,7 @@ def test_a_step_without_targets_carries_the_state_on(device):
     tokens, targets = pair()
     losses = []
     for first in (targets, np.full_like(targets, -100)):
-        trainer = make(device, carry_state=True, lr=0.0)
+        trainer = make(device, carry_state=True, lr=0.0, batch_size=2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.step(tokens, first)
@@ -739,6 +750,10 @@ def test_a_carried_state_survives_resuming(device, tmp_path, options):
     a, b = (hashes(tmp_path / name / "checkpoint-20") for name in ("straight", "run"))
     assert a == b
     assert logged(tmp_path / "straight") == logged(tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "checkpoint-20", tmp_path / "without")
+    (tmp_path / "without" / "states.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"states\.safetensors is missing"):
+        make(device, **config).load(tmp_path / "without")
     with pytest.raises(CheckpointError, match="trained with carry_state True, not False"):
         make(device, **{**config, "carry_state": False}).load(tmp_path / "run")
 
@@ -765,7 +780,7 @@ def carried(trainer):
 
 
 def test_an_anomaly_is_sought_from_the_states_that_its_step_began_with(device, monkeypatch):
-    trainer = make(device, config=BOTH, carry_state=True, detect_anomaly=True)
+    trainer = make(device, config=BOTH, carry_state=True, detect_anomaly=True, batch_size=2)
     trainer.step(*pair())
     before, found = carried(trainer), []
     monkeypatch.setattr(
@@ -821,6 +836,9 @@ def test_a_packed_run_goes_on_exactly_and_packed_only(device, tmp_path):
     second.load(tmp_path / "run")
     with pytest.raises(DataError, match="began on packed documents, these are not"):
         second.fit(dataset())
+    for separator, told in ((4, "4"), (None, "None")):
+        with pytest.raises(DataError, match=f"began with separator 3, these data have {told}"):
+            second.fit(dataset(pack=True, separator=separator))
     second.fit(data, out=tmp_path / "run")
     assert logged(tmp_path / "straight") == logged(tmp_path / "run")
     plain = make(device, **config)
@@ -891,7 +909,7 @@ def test_what_resuming_refuses(device, tmp_path):
         ("trainer_state.json", None, "cannot be read"),
         ("trainer_state.json", b"{", "damaged"),
         ("trainer_state.json", json.dumps(without).encode(), "not a trainer's state"),
-        ("optimizer.safetensors", None, "optimizer.safetensors"),
+        ("optimizer.safetensors", None, "optimizer.safetensors is missing"),
         ("optimizer.safetensors", (saved / "optimizer.safetensors").read_bytes()[:-4], "damaged"),
         ("optimizer.safetensors", (saved / "model.safetensors").read_bytes(), "missing: m."),
         ("model.safetensors", b"", "model.safetensors"),

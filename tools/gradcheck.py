@@ -82,9 +82,9 @@ def check_model(given: Mapping[str, Any], device: Device) -> Iterator[str]:
     model.load_state_dict(weights)
     loss, grads = model.loss_and_grads(tokens, targets)
     exact, wanted, _ = loss_and_grads(config, weights, tokens, targets)
-    off = abs(loss - exact) / abs(exact)
+    off = abs(loss - exact) / max(abs(exact), 1e-12)
     print(f"{'ok   ' if off <= LOSS_RTOL else 'WRONG'} loss {loss:.6f}, oracle's {exact:.6f}")
-    if off > LOSS_RTOL:
+    if not off <= LOSS_RTOL:
         yield f"loss is {loss}, expected {exact}: off by {off:.1e}, {LOSS_RTOL:.0e} is allowed"
     print(f"      {'parameter':44}{'|gradient|':>12}{'off oracle':>12}{'off slope':>12}")
     for name, want in wanted.items():
@@ -94,13 +94,13 @@ def check_model(given: Mapping[str, Any], device: Device) -> Iterator[str]:
         allowed = SLOPE_RTOL + ROUNDING * exact / STEP / norm
         ok = error <= GRAD_RTOL and slope <= allowed
         print(f"{'ok   ' if ok else 'WRONG'} {name:44}{norm:12.3e}{error:12.1e}{slope:12.1e}")
-        if error > GRAD_RTOL:
+        if not error <= GRAD_RTOL:
             at = np.unravel_index(np.abs(grads[name] - want).argmax(), want.shape)
             yield (
                 f"gradient of {name}{[int(i) for i in at]} is {grads[name][at]}, expected "
                 f"{want[at]:.9g}; the tensor is off by {error:.1e}, {GRAD_RTOL:.0e} is allowed"
             )
-        if slope > allowed:
+        if not slope <= allowed:
             yield f"the oracle's gradient of {name} is {slope:.1e} off the slope of its loss"
 
 

@@ -95,7 +95,8 @@ def commands() -> str:
         ]
         usage = " ".join(["wgsl-train", name, *words, "[OPTIONS]" if given else ""]).strip()
         lines += ["", f"## {name}", "", f"`{usage}`", "", inspect.getdoc(callback) or ""]
-        own = [p for p in given if name == "train" or p.name not in _MODEL_OPTIONS]
+        whole = {p.name for p in given}.issuperset(_MODEL_OPTIONS) and name != "train"
+        own = [p for p in given if not whole or p.name not in _MODEL_OPTIONS]
         if own:
             lines += ["", "| option | meaning |", "|---|---|", *map(_row, own)]
         if len(own) < len(given):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,11 @@ class Checker:
         parameters = importlib.import_module("wgsl_train.models.language_model").parameters
         batch, seqlen, d_model = self.sizes
         config = MambaConfig(
-            vocab_size=256, d_model=d_model, layers=tuple(LAYER_TYPES), mlp="swiglu"
+            vocab_size=256,
+            d_model=d_model,
+            head_dim=math.gcd(64, 2 * d_model),  # of d_inner
+            layers=tuple(LAYER_TYPES),
+            mlp="swiglu",
         )
         target = self.device.target
         layout = Layout(parameters(config), target)

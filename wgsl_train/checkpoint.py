@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from .errors import CheckpointError
 
 CONFIG = "config.json"
+FILES = "files"  # key of a trainer's state: what else lies in its checkpoint
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -544,7 +545,10 @@ def latest(folder: AnyPath) -> Path | None:
 
 
 def check_whole(path: AnyPath) -> None:
-    """Raises CheckpointError unless a checkpoint has tensors, and each of its files is whole."""
+    """Raises CheckpointError unless a checkpoint has tensors, and each of its files is whole.
+
+    Where a trainer saved it, no file that it lists is missing.
+    """
     folder = Path(path)
     tensors = list(folder.glob("*.safetensors"))
     if not tensors:
@@ -554,7 +558,9 @@ def check_whole(path: AnyPath) -> None:
     for file in tensors:
         _open(file)
     for file in folder.glob("*.json"):
-        read_json(file)
+        listed = read_json(file).get(FILES, ())
+        if missing := [name for name in listed if not (folder / str(name)).exists()]:
+            raise CheckpointError(f"{folder}: {missing[0]} is missing")
 
 
 def rotate(folder: AnyPath, keep: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import inspect
 import json
+import math
 import os
 import re
 import signal
@@ -39,7 +40,7 @@ from .config import (
 from .data import Dataset, Tokenizer, load_tokenizer
 from .device import Device, list_adapters, no_adapter, request_device
 from .doctor import diagnose
-from .errors import ConfigError, DataError, DeviceError, WgslTrainError
+from .errors import ConfigError, DataError, DeviceError, TrainingError, WgslTrainError
 from .kernel import Target
 from .model import Model, StepPlan, find_checkpoint, plan_step
 from .models import lora
@@ -694,7 +695,10 @@ def evaluate_command(
     packing = _packing({}, None, pack, separator)
     dataset = Dataset.from_paths(data, tokens, kind, vocab_size, **packing)
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
-    out.print(json.dumps(evaluate(loaded, dataset, batch_size, seq_len).record()))
+    found = evaluate(loaded, dataset, batch_size, seq_len)
+    if not math.isfinite(found.loss):
+        raise TrainingError(f"the loss is {found.loss}: the model's weights are damaged")
+    out.print(json.dumps(found.record()))
 
 
 @app.command("compare")

@@ -444,6 +444,7 @@ class Dataset:
         if separator is not None and not pack:
             raise ConfigError(f"separator is {separator}: it ends documents where pack is on only")
         self.tokens, self.pack, self.separator = tokens, pack, separator
+        self.vocab_size = vocab_size
         self._start, self._stop = 0, len(tokens)
         self._need_two("the data")
         if vocab_size is not None:
@@ -510,6 +511,7 @@ class Dataset:
     def _part(self, start: int, stop: int) -> Self:
         part = type(self).__new__(type(self))
         part.tokens, part.pack, part.separator = self.tokens, self.pack, self.separator
+        part.vocab_size = self.vocab_size
         part._start, part._stop = start, stop
         return part
 

@@ -16,7 +16,7 @@ from .config import LoraBase, MambaConfig, Precision, TrainConfig
 from .data import IGNORED, document_ids, target_ids, token_ids
 from .device import Device, request_device, with_target
 from .encoder import Buffers, Encoder
-from .errors import CheckpointError, ConfigError, DataError
+from .errors import CheckpointError, ConfigError, DataError, TrainingError
 from .kernel import Tensor, Values
 from .models import language_model, lora
 from .models.initialization import initialize
@@ -387,6 +387,9 @@ class Model:
         lora_base   how matrices are stored on the device, as in TrainConfig; by default as they
                     were when the folder was saved
         """
+        if lora_base not in (None, "f32", *lora.STORED):
+            allowed = " or ".join(map(repr, ("f32", *lora.STORED)))
+            raise ConfigError(f"lora_base is {lora_base!r}; allowed: {allowed}")
         folder = find_checkpoint(path)
         config = MambaConfig.from_hugging_face(checkpoint.read_json(folder / checkpoint.CONFIG))
         tensors = checkpoint.model_tensors(folder, config.tie_embeddings)
@@ -857,7 +860,8 @@ class Model:
         top_k         0 keeps all
         top_p         of the full distribution's mass; 1 keeps all
 
-        Raises ConfigError for an option out of range, DataError for a bad prompt.
+        Raises ConfigError for an option out of range, DataError for a bad prompt, TrainingError
+        where the model gives logits that are not finite.
         """
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ConfigError(f"temperature is {temperature}, must be 0 or more")
@@ -867,6 +871,8 @@ class Model:
             raise ConfigError(f"top_p is {top_p}, must be in (0, 1]")
         if max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, must be 0 or more")
+        if seed < 0:
+            raise ConfigError(f"seed is {seed}, must be 0 or more")
         ids = self.check_tokens(prompt)
         if ids.shape[0] != 1:
             raise DataError(f"one prompt at a time, not {ids.shape[0]}")
@@ -886,6 +892,8 @@ class Model:
         rng = np.random.Generator(np.random.PCG64(seed))
         for _ in range(max_new_tokens):
             scores = step.read(logits).reshape(-1)[: self.config.vocab_size]
+            if not np.isfinite(scores).all():
+                raise TrainingError("the logits are not finite: the model's weights are damaged")
             token = _sample(scores, temperature, top_k, top_p, rng)
             yield token
             if token == eos_token_id:

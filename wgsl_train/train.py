@@ -143,6 +143,7 @@ class Progress:
     tokens        read so far
     data_tokens   of the whole data; 0 before `fit`
     packed        1 where the data's documents are kept apart
+    separator     the id that ends one, -1 for none
     """
 
     step: int = 0
@@ -151,6 +152,7 @@ class Progress:
     tokens: int = 0
     data_tokens: int = 0
     packed: int = 0
+    separator: int = -1
 
 
 class Trainer:
@@ -305,6 +307,12 @@ class Trainer:
         """
         if not batches:
             raise DataError("a step needs at least one batch")
+        rows = {len(batch.inputs) for batch in batches}
+        if self.config.carry_state and rows != {self.config.batch_size}:
+            raise DataError(
+                f"a batch has {min(rows)} rows, batch_size is {self.config.batch_size}: where a state "
+                "is carried, each row goes on from its own (carry_state)"
+            )
         if len(self._pending) >= _AHEAD:
             self._fetch()
         steps = [self._compiled(b) for b in batches]
@@ -448,6 +456,9 @@ class Trainer:
         where a run that is resumed began on other data.
         """
         c, progress = self.config, self.progress
+        for data in filter(None, (dataset, eval_dataset)):
+            if data.vocab_size != self.model.config.vocab_size:  # else it was looked through
+                data.check(self.model.config.vocab_size)
         total = self.total_steps(dataset)
         if progress.data_tokens not in (0, len(dataset)):
             raise DataError(
@@ -459,7 +470,15 @@ class Trainer:
                 f"the run began on {'packed' if progress.packed else 'unpacked'} documents, these "
                 f"are {'packed' if dataset.pack else 'not'}: it can go on in the same way only"
             )
+        separator = -1 if dataset.separator is None else dataset.separator
+        if progress.data_tokens and progress.separator != separator:
+            before = "none" if progress.separator < 0 else progress.separator
+            raise DataError(
+                f"the run began with separator {before}, these data have {dataset.separator}: it "
+                "can go on in the same way only"
+            )
         progress.data_tokens, progress.packed = len(dataset), int(dataset.pack)
+        progress.separator = separator
         unlogged: list[tuple[StepResult, int]] = []  # with their epochs
         clock, tokens, first = _Clock(), progress.tokens, progress.step + 1
         reload = HotReload(self.model, hot_reload) if hot_reload else None
@@ -581,8 +600,9 @@ class Trainer:
                 # as the next step will find them
                 states = {n: np.where(np.isfinite(a), a, np.float32(0)) for n, a in states.items()}
                 checkpoint.save_tensors(folder / STATES, states)
-            checkpoint.write_json(folder / TRAINER_STATE, state)
             self._record_tuning(Path(out))
+            files = sorted(path.name for path in folder.iterdir())
+            checkpoint.write_json(folder / TRAINER_STATE, {**state, checkpoint.FILES: files})
         checkpoint.rotate(out, self.config.keep_checkpoints)
         return Path(out) / f"checkpoint-{self.progress.step}"
 
@@ -644,6 +664,7 @@ class Trainer:
         """
         self._collect()  # what was asked for before is told by today's log
         folder = find_checkpoint(path)
+        checkpoint.check_whole(folder)
         file = folder / TRAINER_STATE
         state, specs = checkpoint.read_json(file), self.model.layout.specs
         try:
@@ -751,8 +772,9 @@ def evaluate(
             break
         scores = model.scores(batch.inputs, batch.targets, documents=batch.documents)
         loss += float(scores.loss.sum(dtype=np.float64))
-        top1 += int((scores.rank == 0).sum())
-        top5 += int(((scores.rank >= 0) & (scores.rank < 5)).sum())
+        rank = np.where(np.isfinite(scores.loss), scores.rank, -1)  # of what is no number: none
+        top1 += int((rank == 0).sum())
+        top5 += int(((rank >= 0) & (rank < 5)).sum())
         count += batch.n_targets
     n = max(1, count)
     return Evaluation(loss / n, count, top1 / n, top5 / n)

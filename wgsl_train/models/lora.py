@@ -31,7 +31,7 @@ _PREFIX = "base_model.model."  # of PEFT's tensor names
 
 Array = np.ndarray[Any, Any]
 
-_DTYPES: dict[LoraBase, DType] = {"f16": "f16", "int8": "i8"}
+STORED: dict[LoraBase, DType] = {"f16": "f16", "int8": "i8"}
 
 # What PEFT can do with an adapter and this package cannot, and the values that ask for nothing
 _UNKNOWN = {
@@ -215,7 +215,7 @@ def adapted(model: MambaConfig, adapter: Lora | None, base: LoraBase = "f32") ->
     specs = parameters(model)
     if base != "f32":
         specs = [
-            replace(spec, trainable=False, dtype=_DTYPES[base])
+            replace(spec, trainable=False, dtype=STORED[base])
             if len(spec.shape) == 2 and spec.name.endswith(".weight")
             else spec
             for spec in specs
