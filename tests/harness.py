@@ -69,17 +69,19 @@ class Variant:
 def variants(name: str, kinds: Sequence[str] = KINDS) -> list[Variant]:
     """All cases of a kernel, at every distinct set of choices the tables hold for these kinds."""
     found: list[Variant] = []
-    kernel = KERNELS[name]
     for case in oracle.ORACLES[name].cases:
-        seen = []
-        for kind in kinds:
-            variant = Variant(kernel, case, kind)
-            half = frozenset(case.half)
-            values = kernel.values(variant.target(Target()), variant.dims, variant.options, half)
-            if values not in seen:
-                seen.append(values)
-                found.append(variant)
+        found += _distinct((Variant(KERNELS[name], case, kind) for kind in kinds), Target())
     return found
+
+
+def _distinct(variants: Iterable[Variant], target: Target) -> Iterator[Variant]:
+    """The first of each set of choices."""
+    seen = []
+    for v in variants:
+        values = v.kernel.values(v.target(target), v.dims, v.options, frozenset(v.case.half))
+        if values not in seen:
+            seen.append(values)
+            yield v
 
 
 def settings(words: Iterable[str]) -> dict[str, Any]:
@@ -127,15 +129,18 @@ def variant_of(
 
 
 def alternatives(name: str, target: Target) -> Iterator[Variant]:
-    """A kernel's cases at the choices that `wgsl-train tune` measures beside the tables'."""
-    kernel = KERNELS[name]
+    """A kernel's cases at each set of choices that `wgsl-train tune` measures beside the tables'."""
     for case in oracle.ORACLES[name].cases:
-        for kind in KINDS:
-            plain = Variant(kernel, case, kind)
-            half = frozenset(case.half)
-            values = kernel.values(plain.target(target), plain.dims, plain.options, half)
-            for choices in kernel.alternatives(plain.target(target), values):
-                yield Variant(kernel, replace(case, choices=choices), kind)
+        yield from _distinct(_alternatives(KERNELS[name], case, target), target)
+
+
+def _alternatives(kernel: Kernel, case: oracle.Case, target: Target) -> Iterator[Variant]:
+    for kind in KINDS:
+        plain = Variant(kernel, case, kind)
+        half = frozenset(case.half)
+        values = kernel.values(plain.target(target), plain.dims, plain.options, half)
+        for choices in kernel.alternatives(plain.target(target), values):
+            yield Variant(kernel, replace(case, choices=choices), kind)
 
 
 def plan(variant: Variant, target: Target = PORTABLE, accumulate: bool = True) -> Plan:

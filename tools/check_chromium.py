@@ -157,9 +157,8 @@ def gather(names: Iterable[str]) -> Work:
                     jobs.append(Job(shader, variant, dispatch))
         jobs.sort(key=lambda job: len(work.shaders[job.shader].source))
         work.jobs += jobs[:RUN]
-        on_cpu = (harness.Variant(v.kernel, v.case, "cpu") for v in harness.variants(name))
         for target, variants in (
-            (SUBGROUPS, on_cpu),
+            (SUBGROUPS, harness.variants(name, ("cpu",))),
             (PORTABLE, harness.alternatives(name, PORTABLE)),
             (SUBGROUPS, harness.alternatives(name, SUBGROUPS)),
         ):

@@ -321,7 +321,7 @@ class Trainer:
         result = StepResult(self.progress.step + 1, self._fetch)
         before: dict[Tensor, Array] = {}
         if self.config.detect_anomaly:
-            states = [c.final for step in steps for c in step.tensors.states.values()]
+            states = {c.final for step in steps for c in step.tensors.states.values()}
             before = {state: self.model.buffers.read(state) for state in states}
         if count:
             for i, (step, batch) in enumerate(zip(steps, batches, strict=True)):
@@ -700,10 +700,10 @@ class Trainer:
         moments = checkpoint.load_tensors(folder / MOMENTS)
         saved = {f"{kind}.{n}": s.shape for kind in "mv" for n, s in specs.items() if n in had}
         checkpoint.check_names(saved, moments.shapes, folder / MOMENTS)
-        states = None
+        carried, states = dict[str, Tensor](), None
         if self.config.carry_state and (folder / STATES).exists():
-            states = checkpoint.load_tensors(folder / STATES)
-            shapes = {name: tensor.shape for name, tensor in self._states.items()}
+            carried, states = self._states, checkpoint.load_tensors(folder / STATES)
+            shapes = {name: tensor.shape for name, tensor in carried.items()}
             checkpoint.check_names(shapes, states.shapes, folder / STATES)
         self._use_recorded_tuning(folder.parent / TUNING)
         self.model.load_state_dict(weights, str(folder))
@@ -722,7 +722,7 @@ class Trainer:
             )
         self.reset_states()
         if states:
-            for name, tensor in self._states.items():
+            for name, tensor in carried.items():
                 self.model.buffers.write(tensor, states[name])
         self.model.buffers.write(optimizer.state, np.array(list(counters.values()), np.uint32))
         if optimizer.loss_scale:
