@@ -546,7 +546,9 @@ def test_generating(run, train, monkeypatch):
         "--top-p=0": r"top_p is 0.0, must be in \(0, 1\]",
         "--top-k=-1": "top_k is -1",
     }.items():
-        refuses(run(*ask, option), message)
+        done = run(*ask, option)
+        refuses(done, message)
+        assert done.out == ""  # not even the prompt
 
 
 def test_characters_of_several_bytes_come_whole():
@@ -740,6 +742,13 @@ def test_comparing_embedding_and_drawing(run, train, tmp_path, monkeypatch):
     assert json.loads(self.out) == {
         **seen, "loss_b": seen["loss_a"], "difference": 0.0, "wins": 0.5
     }  # fmt: skip
+    shutil.copytree("b", "damaged")
+    (weights,) = Path("damaged").glob("checkpoint-*/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
+    for pair in (("a", "damaged"), ("damaged", "a")):
+        done = run("compare", *pair, "--data=text.txt")
+        refuses(done, "damaged: the loss is nan: the model's weights are damaged")
+        assert done.out == ""
     vector = json.loads(run("embed", "b", "--text=the quick fox").out)
     assert len(vector) == 8
     assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-5)
@@ -888,5 +897,5 @@ def test_carries_states_and_resumes(run, train):
     attention = ("--layers=attention", "--attn-heads=2", "--attn-head-dim=4")
     refuses(
         train("--carry-state", *attention, out="third"),
-        "is of type 'attention', whose keys and values are kept for generation",
+        "carry_state: layer 0 is of type 'attention', whose keys and values are kept for generation",
     )

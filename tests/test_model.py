@@ -210,6 +210,8 @@ def test_sampling_is_seeded_and_bounded(device):
     model = wt.Model(config, device)
     a = model.generate([1, 2, 3], 12, seed=5)
     assert a == model.generate([1, 2, 3], 12, seed=5)
+    with pytest.raises(ConfigError, match="top_k is -1"):
+        model.stream([1, 2, 3], top_k=-1)  # at the call, before a token is asked for
     assert a != model.generate([1, 2, 3], 12, seed=6)
     assert model.generate([1], 12, eos_token_id=model.generate([1], 1, seed=2)[0], seed=2) == [
         model.generate([1], 1, seed=2)[0]
@@ -267,6 +269,12 @@ def test_nothing_is_loaded_unless_all_fits(device):
     weights["backbone.layers.1.mixer.D"] = np.ones(3, np.float32)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mixer\.D"):
         model.load_state_dict(weights)
+    name = "backbone.norm_f.weight"
+    for wrong, dtype in ((before[name] * 1j, "complex64"), (before[name].astype(str), "<U32")):
+        for load, state in ((model.load_state_dict, before), (model.update, {})):
+            told = rf"the state: backbone\.norm_f\.weight holds {dtype}; allowed: real numbers"
+            with pytest.raises(CheckpointError, match=told):
+                load({**state, name: wrong})
     for name, array in before.items():
         np.testing.assert_array_equal(model.state_dict()[name], array)
 

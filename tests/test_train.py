@@ -775,7 +775,7 @@ def test_a_state_that_is_not_finite_is_lost_with_its_step_alone(device, tmp_path
 
 def carried(trainer):
     """What the next step of `pair()` finds."""
-    states = trainer.model.carried_states(2, "carried")
+    states = trainer.model.carried_states(2, "carry_state")
     return {name: trainer.model.buffers.read(tensor) for name, tensor in states.items()}
 
 
@@ -823,6 +823,25 @@ def test_twenty_steps_are_seven_and_thirteen(device, tmp_path, accumulation):  #
     assert a == b
     assert logged(tmp_path / "straight") == logged(tmp_path / "run")
     assert_same(moments(straight), moments(second))
+
+
+def test_resuming_reads_headers_and_plans_states_once(device, tmp_path, monkeypatch):
+    config = settings(steps=2, carry_state=True)
+    make(device, **config).fit(dataset(), out=tmp_path)
+    calls = Counter()
+
+    def count(owner, name):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: calls.update([name]) or call(*args))
+
+    count(checkpoint, "check_whole")
+    count(wt.Model, "carried_states")
+    trainer = make(device, **config)
+    trainer.load(tmp_path)
+    trainer.save(tmp_path)
+    assert calls == {"check_whole": 1, "carried_states": 1}
+    trainer.load(tmp_path / "checkpoint-2")
+    assert calls == {"check_whole": 2, "carried_states": 1}
 
 
 def test_a_packed_run_goes_on_exactly_and_packed_only(device, tmp_path):

@@ -156,6 +156,10 @@ def test_a_trainer_steps_on_packed_documents(device):
         ({"documents": [[0, 0]]}, r"documents: \(1, 2\), but tokens are \(1, 3\)"),
         ({"documents": [[0.5, 1, 1]]}, "documents: holds float64"),
         ({"attention_mask": [[1, 1, 2]]}, "attention_mask: allowed are 1"),
+        ({"attention_mask": [[1.0, 1, 0]]}, "attention_mask: holds float64; allowed are 1"),
+        ({"attention_mask": [["1", "1", "0"]]}, "attention_mask: holds <U1; allowed are 1"),
+        ({"attention_mask": [[1], [1, 1]]}, "attention_mask: rows of one length are needed"),
+        ({"attention_mask": [[1, 0]]}, r"attention_mask: \(1, 2\), but tokens are \(1, 3\)"),
     ],
 )
 def test_wrong_documents_are_refused(device, given, message):
@@ -266,7 +270,7 @@ def test_a_state_belongs_to_the_first_document(device, name):
 
 def test_what_a_state_is_refused_for(device):
     model = make(device, CONFIGS["hybrid"])
-    with pytest.raises(ConfigError, match="layer 1 is of type 'attention', whose keys and values"):
+    with pytest.raises(ConfigError, match="from: layer 1 is of type 'attention', whose keys"):
         model.loss_and_grads_from(None, [[1]], [[1]])
     model = make(device, SMALL)
     with pytest.raises(ConfigError, match="not detached only"):
@@ -276,4 +280,7 @@ def test_what_a_state_is_refused_for(device):
     state = model.loss_and_grads_from(None, *document(24)).state
     state["0.ssm"][0, 0, 0, 0] = np.nan
     with pytest.raises(DataError, match=r"state: 0\.ssm is not finite"):
+        model.loss_and_grads_from(state, *document(24))
+    state["0.ssm"] = state["0.ssm"] * 1j
+    with pytest.raises(DataError, match=r"state: 0\.ssm holds complex64; allowed: real numbers"):
         model.loss_and_grads_from(state, *document(24))

@@ -50,7 +50,7 @@ from .ops.optimizer import INITIAL_SCALE
 from .plan import Layout, Memory
 from .plot import plot
 from .tensorboard import event_writer
-from .train import Trainer, compare, evaluate, saved_config, saved_loss_scale
+from .train import CARRIED, Trainer, compare, evaluate, saved_config, saved_loss_scale
 from .tune import Tuned
 from .tune import tune as measure_choices
 
@@ -492,7 +492,7 @@ def _plan(
         config.seq_len,
         update=True,
         documents=data.pack,
-        carried="carried" if config.carry_state else "",
+        carried=CARRIED if config.carry_state else "",
         activation_checkpointing=config.activation_checkpointing,
         precision=config.precision,
     )
@@ -696,9 +696,13 @@ def evaluate_command(
     dataset = Dataset.from_paths(data, tokens, kind, vocab_size, **packing)
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     found = evaluate(loaded, dataset, batch_size, seq_len)
-    if not math.isfinite(found.loss):
-        raise TrainingError(f"the loss is {found.loss}: the model's weights are damaged")
+    _check_finite(model, found.loss)
     out.print(json.dumps(found.record()))
+
+
+def _check_finite(model: Path, loss: float) -> None:
+    if not math.isfinite(loss):
+        raise TrainingError(f"{model}: the loss is {loss}: the model's weights are damaged")
 
 
 @app.command("compare")
@@ -729,7 +733,10 @@ def compare_command(
     dataset = Dataset.from_paths(data, tokens, kind, vocab_size, **packing)
     opened = _open(device, require_gpu, allow_cpu_adapter)
     first, second = (Model.from_pretrained(source, opened) for source in sources)
-    out.print(json.dumps(compare(first, second, dataset, batch_size, seq_len).record()))
+    found = compare(first, second, dataset, batch_size, seq_len)
+    _check_finite(a, found.loss_a)
+    _check_finite(b, found.loss_b)
+    out.print(json.dumps(found.record()))
 
 
 @app.command("plot")
@@ -801,7 +808,6 @@ def generate(
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not know every character
-    sys.stdout.write(text)
     ids = tokens.encode(text)
     stream = loaded.stream(
         ids,
@@ -812,6 +818,7 @@ def generate(
         seed=seed,
         eos_token_id=loaded.config.eos_token_id,
     )
+    sys.stdout.write(text)
     for piece in _pieces(tokens, ids.tolist(), stream):
         sys.stdout.write(piece)
         sys.stdout.flush()

@@ -29,6 +29,7 @@ IGNORED = 0xFFFFFF9C  # -100 as u32: a target that does not count
 TOKENIZER = "tokenizer.json"  # in a run's folder; the name that Hugging Face uses
 BYTES_NOTE = "wgsl_train_tokenizer.json"  # stands there instead where tokens are bytes
 TOKEN_FILES = (".bin", ".npy")
+_MASK = "allowed are 1, for real tokens, and 0, for padding"
 LINES = ".jsonl"  # where documents are kept apart: one a line
 BLOCK = 1 << 22  # elements looked at together while a large file is checked
 
@@ -368,28 +369,32 @@ def document_ids(
     Raises DataError where a shape is another one, or the mask holds other numbers.
     """
     begins = np.zeros(shape, bool)
-    for name, given in (("documents", documents), ("attention_mask", attention_mask)):
+    for name, given, *form in (
+        ("documents", documents),
+        ("attention_mask", attention_mask, "iub", _MASK),
+    ):
         if given is None:
             continue
-        given = np.asarray(given) * 1 if name == "attention_mask" else given  # it may hold booleans
-        ids = np.atleast_2d(_integers(given, name))
+        ids = np.atleast_2d(_integers(given, name, *form))
         if ids.shape != shape:
             raise DataError(f"{name}: {ids.shape}, but tokens are {shape}")
         if name == "attention_mask" and not np.isin(ids, (0, 1)).all():
-            raise DataError("attention_mask: allowed are 1, for real tokens, and 0, for padding")
+            raise DataError(f"{name}: {_MASK}")
         begins[:, 1:] |= ids[:, 1:] != ids[:, :-1]
     return begins.cumsum(1, dtype=np.uint32) if begins.any() else None
 
 
-def _integers(ids: npt.ArrayLike, name: str) -> Array:
+def _integers(
+    ids: npt.ArrayLike, name: str, kinds: str = "iu", allowed: str = "only integers are ids"
+) -> Array:
     try:
         array = np.asarray(ids)
     except ValueError as error:
         raise DataError(f"{name}: rows of one length are needed: {error}") from None
     if not array.size:
         return array.astype(np.uint32)
-    if array.dtype.kind not in "iu":
-        raise DataError(f"{name}: holds {array.dtype}; only integers are ids")
+    if array.dtype.kind not in kinds:
+        raise DataError(f"{name}: holds {array.dtype}; {allowed}")
     return array
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,7 @@ from .config import LoraBase, MambaConfig, Precision, TrainConfig
 from .data import IGNORED, document_ids, target_ids, token_ids
 from .device import Device, request_device, with_target
 from .encoder import Buffers, Encoder
-from .errors import CheckpointError, ConfigError, DataError, TrainingError
+from .errors import CheckpointError, ConfigError, DataError, TrainingError, WgslTrainError
 from .kernel import Tensor, Values
 from .models import language_model, lora
 from .models.initialization import initialize
@@ -157,7 +158,8 @@ def plan_step(
     training    plan the backward pass too
     update      plan gradient norm, clip and AdamW too
     documents   let rows hold several documents, of which no one sees another
-    carried     start from the state of this name, and leave it brought up to date; "": from zeros
+    carried     start from the state of this name, which says what asks for it, and leave it brought
+                up to date; "": from zeros
     chained     make the gradient by that state, given the one by the state that is left
     precision   storage of activations, where the plan trains; where they are f16 and it updates,
                 the gradients are multiplied by the optimizer's loss scale
@@ -240,6 +242,16 @@ def find_checkpoint(path: str | Path) -> Path:
 
 def _shapes(state: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     return {name: np.shape(array) for name, array in state.items()}
+
+
+def _check_real(
+    state: Mapping[str, Array], where: str, error: type[WgslTrainError] = CheckpointError
+) -> None:
+    """Raises an error that names the first tensor which holds no real numbers."""
+    for name, array in state.items():
+        dtype = np.asarray(array).dtype
+        if not np.can_cast(dtype, np.float32, "same_kind"):
+            raise error(f"{where}: {name} holds {dtype}; allowed: real numbers")
 
 
 class Model:
@@ -366,10 +378,14 @@ class Model:
     def load_state_dict(self, state: Mapping[str, Array], where: str = "the state") -> None:
         """Replace all parameters but an adapter's. Nothing is written unless every name and shape fits.
 
-        Raises CheckpointError naming missing, extra and mis-shaped tensors.
+        Raises CheckpointError naming missing, extra and mis-shaped tensors, and one that holds no
+        real numbers.
         """
-        found = state.shapes if isinstance(state, checkpoint.Tensors) else _shapes(state)
-        checkpoint.check_names(self._shapes, found, where)
+        if isinstance(state, checkpoint.Tensors):  # of which none is read before all fit
+            checkpoint.check_names(self._shapes, state.shapes, where)
+        else:
+            checkpoint.check_names(self._shapes, _shapes(state), where)
+            _check_real(state, where)
         self._merged = None
         for name in self._shapes:
             self._write(name, np.asarray(state[name], np.float32))
@@ -717,7 +733,7 @@ class Model:
         rows = self.rows(tokens, documents, attention_mask)
         options: dict[str, Any] = {
             "activation_checkpointing": activation_checkpointing,
-            "carried": "given",
+            "carried": "loss_and_grads_from",
             "chained": not detached,
         }
         carried = self._step_for(rows, **options).tensors.states
@@ -744,6 +760,7 @@ class Model:
         found, wanted = _shapes(given), {n: t.shape for n, t in tensors.items()}
         if found != wanted:
             raise DataError(f"{what}: arrays are {found}, must be {wanted}")
+        _check_real(given, what, DataError)
         arrays = {name: np.asarray(given[name], np.float32) for name in tensors}
         for name, array in arrays.items():
             if not np.isfinite(array).all():
@@ -760,11 +777,12 @@ class Model:
     def update(self, state: Mapping[str, Array]) -> None:
         """Replace some parameters, an adapter's among them. Nothing is written unless all fit.
 
-        Raises CheckpointError naming those that are not the model's, or mis-shaped.
+        Raises CheckpointError naming those that are not the model's, mis-shaped, or no real numbers.
         """
         specs = self.layout.specs
         expected = {name: specs[name].shape for name in state if name in specs}
         checkpoint.check_names(expected, _shapes(state), "the state")
+        _check_real(state, "the state")
         for name, array in state.items():
             self._write(name, np.asarray(array, np.float32))
 
@@ -853,15 +871,15 @@ class Model:
         seed: int = 0,
         eos_token_id: int | None = None,
     ) -> Iterator[int]:
-        """Yield sampled token ids, one at a time; the work a token is constant, attention aside.
+        """Sampled token ids, one at a time; the work a token is constant, attention aside.
 
         prompt        (seqlen,) ids, at least one
         temperature   0 takes the likeliest token
         top_k         0 keeps all
         top_p         of the full distribution's mass; 1 keeps all
 
-        Raises ConfigError for an option out of range, DataError for a bad prompt, TrainingError
-        where the model gives logits that are not finite.
+        Raises at once ConfigError for an option out of range, DataError for a bad prompt; at a
+        token TrainingError, where the model gives logits that are not finite.
         """
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ConfigError(f"temperature is {temperature}, must be 0 or more")
@@ -876,6 +894,16 @@ class Model:
         ids = self.check_tokens(prompt)
         if ids.shape[0] != 1:
             raise DataError(f"one prompt at a time, not {ids.shape[0]}")
+        rng = np.random.Generator(np.random.PCG64(seed))
+        choose = functools.partial(
+            _sample, temperature=temperature, top_k=top_k, top_p=top_p, rng=rng
+        )
+        return self._stream(ids, max_new_tokens, choose, eos_token_id)
+
+    def _stream(
+        self, ids: Array, max_new_tokens: int, choose: Callable[[Array], int], end: int | None
+    ) -> Iterator[int]:
+        """What `choose` makes of the logits after ids (1, seqlen), and so on, up to `end`."""
         self._make_room(ids.shape[1] + max_new_tokens)
         step, step_ids, logits = self._decoder(1, 1)
         assert logits is not None
@@ -889,14 +917,13 @@ class Model:
         for token in ids[0, done:]:
             step.write(step_ids, np.array([[token]], np.uint32))
             step.run("forward")
-        rng = np.random.Generator(np.random.PCG64(seed))
         for _ in range(max_new_tokens):
             scores = step.read(logits).reshape(-1)[: self.config.vocab_size]
             if not np.isfinite(scores).all():
                 raise TrainingError("the logits are not finite: the model's weights are damaged")
-            token = _sample(scores, temperature, top_k, top_p, rng)
+            token = choose(scores)
             yield token
-            if token == eos_token_id:
+            if token == end:
                 return
             step.write(step_ids, np.array([[token]], np.uint32))
             step.run("forward")

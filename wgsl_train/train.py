@@ -45,7 +45,7 @@ Array = np.ndarray[Any, Any]
 TRAINER_STATE = "trainer_state.json"
 MOMENTS = "optimizer.safetensors"
 STATES = "states.safetensors"
-_CARRIED = "carried"  # of the names of the states that a trainer carries
+CARRIED = "carry_state"  # of the names of the states that a trainer carries
 METRICS = "metrics.jsonl"
 TUNING = "tuning.json"
 _AHEAD = 64  # steps given to the GPU before one waits for it; its log holds more
@@ -204,15 +204,15 @@ class Trainer:
             )
         return [spec.name for spec in model.adapter.parameters(model.config)]
 
-    @property
+    @functools.cached_property
     def _states(self) -> dict[str, Tensor]:
         """What is carried from step to step, by name."""
-        return self.model.carried_states(self.config.batch_size, _CARRIED)
+        return self.model.carried_states(self.config.batch_size, CARRIED)
 
     def reset_states(self) -> None:
         """Have the next step begin with states of zero, where they are carried: `fit` does so at
         the start of each epoch."""
-        self.model.buffers.clear_named(f"{_CARRIED}.")
+        self.model.buffers.clear_named(f"{CARRIED}.")
 
     def owned_state(self) -> dict[str, Array]:
         """Copies of the parameters that this process updates: what the others of a sharded run
@@ -249,7 +249,7 @@ class Trainer:
             seqlen,
             update=True,
             documents=documents,
-            carried=_CARRIED if self.config.carry_state else "",
+            carried=CARRIED if self.config.carry_state else "",
             activation_checkpointing=self.config.activation_checkpointing,
             memory_budget=self.config.memory_budget,
             precision=self.config.precision,
@@ -664,7 +664,8 @@ class Trainer:
         """
         self._collect()  # what was asked for before is told by today's log
         folder = find_checkpoint(path)
-        checkpoint.check_whole(folder)
+        if folder == Path(path):  # one that was found in a run's folder was looked through
+            checkpoint.check_whole(folder)
         file = folder / TRAINER_STATE
         state, specs = checkpoint.read_json(file), self.model.layout.specs
         try:

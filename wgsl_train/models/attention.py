@@ -44,8 +44,9 @@ def layer_state(
     """
     if plan.training:
         raise ConfigError(
-            f"layer {i} is of type 'attention', whose keys and values are kept for generation only: "
-            "a state is carried in training through layers of type 'mamba' and 'mamba2' alone"
+            f"{prefix}: layer {i} is of type 'attention', whose keys and values are kept for "
+            "generation only: a state is carried in training through layers of type 'mamba' and "
+            "'mamba2' alone"
         )
     name, columns = f"{prefix}.{batch}.{i}", 2 * _kv_heads(config) * config.attn_head_dim
     return Cache(

@@ -90,7 +90,7 @@ def carried_state(
     """Persistent state of every layer: for generation, or carried on where the plan trains.
 
     capacity   tokens for which a state that grows has room
-    prefix     of the tensors' names, by which plans share them
+    prefix     of the tensors' names, by which plans share them: what asks for the state
 
     Raises ConfigError where the plan trains, and a layer's state is for generation only.
     """
