@@ -1,6 +1,27 @@
 // scan_backward.wgsl for CPU adapters with subgroups of 8: a lane holds all states of its channels, sums over channels are the
 // subgroup's, since barriers are dear there.
 $$ set own = channels // 8
+$$ set sums = 2 * groups
+$$ set slots = 8 if sums > 4 else 4 if sums > 2 else 2
+
+// The sum over all lanes of value i, in lane i (of a period of {{ slots }}): halves of the values change sides in each round.
+fn sum_of_lanes(lane: u32{$ for i in range(slots) $}, v{{ i }}: vec4f{$ endfor $}) -> vec4f {
+$$ set at = namespace(name="v", count=slots, bit=1)
+$$ for round in range(3)
+$$ if at.count > 1
+    let odd{{ at.bit }} = (lane & {{ at.bit }}u) != 0u;
+$$ for i in range(at.count // 2)
+    let r{{ at.bit }}_{{ i }} = select({{ at.name }}{{ 2 * i }}, {{ at.name }}{{ 2 * i + 1 }}, odd{{ at.bit }}) + subgroupShuffleXor(select({{ at.name }}{{ 2 * i + 1 }}, {{ at.name }}{{ 2 * i }}, odd{{ at.bit }}), {{ at.bit }}u);
+$$ endfor
+$$ set at.count = at.count // 2
+$$ else
+    let r{{ at.bit }}_0 = {{ at.name }}0 + subgroupShuffleXor({{ at.name }}0, {{ at.bit }}u);
+$$ endif
+$$ set at.name = "r" ~ at.bit ~ "_"
+$$ set at.bit = 2 * at.bit
+$$ endfor
+    return r4_0;
+}
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(subgroup_invocation_id) lane: u32) {
@@ -92,18 +113,17 @@ $$ endfor
 $$ endfor
 $$ for i in range(kept - 1, -1, -1)
             {
-                let at = partial_row(wid.z, wid.x, t + {{ i }}u, 0u);
 $$ for e in range(own)
                 var du{{ e }} = 0.0;
                 var ddelta{{ e }} = 0.0;
                 dD{{ e }} += dy{{ i }}_{{ e }} * u{{ i }}_{{ e }};
 $$ endfor
 $$ for q in range(groups)
+                var dB{{ q }} = vec4f(0.0);
+                var dC{{ q }} = vec4f(0.0);
                 {
                     let B = B{{ q }}_of(bc{{ i }});
                     let C = C{{ q }}_of(bc{{ i }});
-                    var dB = vec4f(0.0);
-                    var dC = vec4f(0.0);
 $$ for e in range(own)
                     {
                         let delta = delta{{ i }}_{{ e }};
@@ -123,21 +143,22 @@ $$ else
                         du{{ e }} += delta * GB;
                         ddelta{{ e }} += dot(P, A{{ e }}_{{ q }}) + u{{ i }}_{{ e }} * GB;
 $$ endif
-                        dB += G * (weight * u{{ i }}_{{ e }});
-                        dC += dy{{ i }}_{{ e }} * (kept{{ i }}_{{ e }}_{{ q }} + weight * u{{ i }}_{{ e }} * B);
+                        dB{{ q }} += G * (weight * u{{ i }}_{{ e }});
+                        dC{{ q }} += dy{{ i }}_{{ e }} * (kept{{ i }}_{{ e }}_{{ q }} + weight * u{{ i }}_{{ e }} * B);
                     }
 $$ endfor
-                    let dB_sum = subgroupAdd(dB);
-                    let dC_sum = subgroupAdd(dC);
-                    if (lane == 0u{{ " && t + " ~ i ~ "u < seqlen" if ragged else "" }}) {
-                        partials[at + {{ q }}u] = dB_sum;
-                        partials[at + {{ groups + q }}u] = dC_sum;
-                    }
                 }
 $$ endfor
+                let dBC = sum_of_lanes(lane{$ for q in range(groups) $}, dB{{ q }}{$ endfor $}{$ for q in range(groups) $}, dC{{ q }}{$ endfor $}{$ for i in range(sums, slots) $}, vec4f(0.0){$ endfor $});
+                if (lane < {{ sums }}u{{ " && t + " ~ i ~ "u < seqlen" if ragged else "" }}) {
+                    partials[partial_row(wid.z, wid.x, t + {{ i }}u, lane)] = dBC;
+                }
 $$ for e in range(own)
-                finish(wid.z, t + {{ i }}u, channel{{ e }}, 0u, du{{ e }}, D{{ e }});
-                finish(wid.z, t + {{ i }}u, channel{{ e }}, 1u, ddelta{{ e }}, D{{ e }});
+                {{ "if (t + " ~ i ~ "u < seqlen && channel" ~ e ~ " < d_inner) " if ragged else "" }}{
+                    let at = row{{ i }} * d_inner + channel{{ e }};
+                    du_ddt[at] = du{{ e }} + D{{ e }} * dy{{ i }}_{{ e }};
+                    du_ddt[plane + at] = ddelta{{ e }} * softplus_slope(delta{{ i }}_{{ e }});
+                }
 $$ endfor
             }
 $$ endfor
