@@ -14,16 +14,32 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
     let own_row = group_index(wid, groups) * {{ workgroup // lanes }}u + lane / {{ lanes }}u;
     let row = min(own_row, rows - 1u);  // lanes past the end repeat the last row, and store nothing
     let first = row * {{ columns }}u;
+    let own = lane % {{ lanes }}u;
     var squares = pack(0.0);
-    for (var c = lane % {{ lanes }}u; c < {{ columns }}u; c += {{ lanes }}u) {
+$$ if held
+$$ for j in range(held)
+    let x{{ j }} = x[first + min(own + {{ j * lanes }}u, {{ columns - 1 }}u)];
+$$ endfor
+$$ for j in range(held)
+    squares += {{ "select(pack(0.0), x%d * x%d, own < %du)" % (j, j, columns - j * lanes) if columns < (j + 1) * lanes else "x%d * x%d" % (j, j) }};
+$$ endfor
+$$ else
+    for (var c = own; c < {{ columns }}u; c += {{ lanes }}u) {
         let a = x[first + c];
         squares += a * a;
     }
+$$ endif
     let scale = inverseSqrt(lane_reduce(fold(squares), lane) / f32(d_model) + {{ eps | f32 }});
     if (own_row < rows) {
-        if (lane % {{ lanes }}u == 0u) { inv[row] = scale; }
-        for (var c = lane % {{ lanes }}u; c < {{ columns }}u; c += {{ lanes }}u) {
+        if (own == 0u) { inv[row] = scale; }
+$$ if held
+$$ for j in range(held)
+        {{ "if (own < %du) " % (columns - j * lanes) if columns < (j + 1) * lanes }}{ {{ store("out", "first + own + %du" % (j * lanes), "weight[own + %du] * x%d * scale" % (j * lanes, j)) }} }
+$$ endfor
+$$ else
+        for (var c = own; c < {{ columns }}u; c += {{ lanes }}u) {
             {{ store("out", "first + c", "weight[c] * x[first + c] * scale") }}
         }
+$$ endif
     }
 }

@@ -7,7 +7,7 @@ $$ set per_head = ceil_div(head_dim, tile_k) * tile_k
 $$ set part_heads = n_heads // (n_groups * shares)
 $$ set depth = part_steps + (part_heads * per_head if "states" in bound else 0)
 $$ set lines_m, lines_n, more, row_sums = chunk, d_state, none, false
-$$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
+$$ set a, b = {"along": "k", "own": true, "weighed": true}, {"along": "k", "own": true}
 $$ set products = 2 * batch * chunks * n_groups * shares
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
 {$ include "include/ssd.wgsl" $}
@@ -49,15 +49,23 @@ fn load_a(t: u32, k: u32) -> vec4f {
 $$ if "states" in bound
     let p = (k - {{ part_steps }}u) % {{ per_head }}u;
     let head = own_head + (k - {{ part_steps }}u) / {{ per_head }}u;
-    let dt = dt_index(head);
     let count = {{ head_dim }} - i32(p);
-    if (of_B) {
-        return left_at_end(dt, t) * delta_at(dt, t) * xBC_four(row_of(t) * d_xBC + head * {{ head_dim }}u + p, count);
-    }
-    return left_of_start(dt, t) * dy_four((row_of(t) * n_heads + head) * {{ head_dim }}u + p, count);
+    if (of_B) { return xBC_four(row_of(t) * d_xBC + head * {{ head_dim }}u + p, count); }
+    return dy_four((row_of(t) * n_heads + head) * {{ head_dim }}u + p, count);
 $$ else
     return vec4f();
 $$ endif
+}
+
+fn weigh_a(t: u32, k: u32, values: vec4f) -> vec4f {
+$$ if "states" in bound
+    if (k >= {{ part_steps }}u) {
+        let dt = dt_index(own_head + (k - {{ part_steps }}u) / {{ per_head }}u);
+        if (of_B) { return left_at_end(dt, t) * delta_at(dt, t) * values; }
+        return left_of_start(dt, t) * values;
+    }
+$$ endif
+    return values;
 }
 
 fn load_b(n: u32, k: u32) -> vec4f {

@@ -6,6 +6,7 @@ $$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, per_part * per_fo
 // A tile above the diagonal has nothing to sum.
 $$ set until = "select(" ~ depth ~ "u, 0u, tile.y * " ~ tile_n ~ "u > tile.x * " ~ tile_m ~ "u + " ~ (tile_m - 1) ~ "u)"
 $$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
+$$ set needs = true
 $$ set products = batch * chunks * n_groups * splits
 $$ set out_type = "vec4f"
 {$ include "include/ssd.wgsl" $}
@@ -23,7 +24,7 @@ fn begin(product: u32, first_row: u32) {
 fn load_a(t: u32, k: u32) -> vec4f {
     let p = k % {{ per_fold }}u;
     let i = (row_of(t) * n_heads + own_head + k / {{ per_fold }}u) * {{ head_dim }}u + p;
-    return select(vec4f(), dy_four(i, {{ head_dim }} - i32(p)), inside(t));
+    return dy_four(i, select(0, {{ head_dim }} - i32(p), inside(t)));
 }
 
 fn load_b(s: u32, k: u32) -> vec4f {
@@ -34,6 +35,10 @@ fn load_b(s: u32, k: u32) -> vec4f {
 fn fold_weight(t: u32, s: u32, fold: u32) -> vec4f {
     let dt = dt_index(own_head + fold);
     return left_of_four(dt, t, s) * delta_four(dt, s);
+}
+
+fn needs(first: u32, last: u32, col: u32, k: u32) -> bool {
+    return last >= col;
 }
 
 {$ include "include/matmul.wgsl" $}

@@ -7,7 +7,8 @@ $$ set lines_m, lines_n, depth, more, row_sums = chunk, head_dim, from_state + c
 $$ set first_row = "min(tile.x * " ~ tile_m ~ "u, " ~ chunk ~ "u)"
 $$ set steps = chunk ~ "u - " ~ first_row if reverse else "min(" ~ first_row ~ " + " ~ tile_m ~ "u, " ~ chunk ~ "u)"
 $$ set until = from_state ~ "u + " ~ steps
-$$ set a, b = {"along": "k", "own": true}, {"along": "lines", "own": true}
+$$ set a, b = {"along": "k", "own": true, "weighed": true}, {"along": "lines", "own": true}
+$$ set needs = true
 $$ set products = batch * chunks * n_heads
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
 {$ include "include/ssd.wgsl" $}
@@ -31,15 +32,23 @@ fn score_index(t: u32, s: u32) -> u32 {
 fn load_a(t: u32, k: u32) -> vec4f {
 $$ if "states" in bound
     if (k < {{ from_state }}u) {
-        let values = xBC_four(row_of(t) * d_xBC + {{ start }}u + own_group * {{ d_state }}u + k, {{ d_state }} - i32(k));
-        return {{ "left_at_end" if reverse else "left_of_start" }}(own_dt, t) * values;
+        return xBC_four(row_of(t) * d_xBC + {{ start }}u + own_group * {{ d_state }}u + k, {{ d_state }} - i32(k));
     }
 $$ endif
     let s = first_step + k - {{ from_state }}u;
+    if (s >= chunk) { return vec4f(); }
+    return scores[score_index(t, s) / 4u];
+}
+
+fn weigh_a(t: u32, k: u32, values: vec4f) -> vec4f {
+$$ if "states" in bound
+    if (k < {{ from_state }}u) { return {{ "left_at_end" if reverse else "left_of_start" }}(own_dt, t) * values; }
+$$ endif
+    let s = min(first_step + k - {{ from_state }}u, chunk - 4u);
 $$ if reverse
-    return select(vec4f(), left_in_four(own_dt, s, t) * scores[score_index(t, s) / 4u], s < chunk);
+    return left_in_four(own_dt, s, t) * values;
 $$ else
-    return select(vec4f(), left_of_four(own_dt, t, s) * delta_four(own_dt, s) * scores[score_index(t, s) / 4u], s < chunk);
+    return left_of_four(own_dt, t, s) * delta_four(own_dt, s) * values;
 $$ endif
 }
 
@@ -53,10 +62,16 @@ $$ if "states" in bound
 $$ endif
     let s = first_step + k - {{ from_state }}u;
 $$ if reverse
-    return select(vec4f(), dy_four((row_of(s) * n_heads + own_head) * {{ head_dim }}u + p, count), inside(s));
+    return dy_four((row_of(s) * n_heads + own_head) * {{ head_dim }}u + p, select(0, count, inside(s)));
 $$ else
     return xBC_four(row_of(s) * d_xBC + own_head * {{ head_dim }}u + p, count);
 $$ endif
+}
+
+// Whether rows first to last have something to sum for 16 k from k on.
+fn needs(first: u32, last: u32, col: u32, k: u32) -> bool {
+    let s = first_step + k - {{ from_state }}u;
+    return {{ "k < " ~ from_state ~ "u || " if from_state }}{{ "s + 15u > first" if reverse else "s < last" }};
 }
 
 {$ include "include/matmul.wgsl" $}

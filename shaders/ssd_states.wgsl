@@ -2,7 +2,7 @@
 // with dy bound of exp(cum[t]) C[t, n] dy[t, p], what it adds to the gradient of the state at its start
 $$ set strict, reverse = false, "dy" in bound
 $$ set lines_m, lines_n, depth, more, row_sums = d_state, head_dim, chunk, none, false
-$$ set a, b = {"along": "lines", "own": true}, {"along": "lines", "own": true}
+$$ set a, b = {"along": "lines", "own": true}, {"along": "lines", "own": true, "weighed": true}
 $$ set made = chunks - (1 if skip else 0)
 $$ set products = batch * made * n_heads
 $$ set out_type, width = ("vec4f", 4) if "states" in vec4 else ("f32", 1)
@@ -23,11 +23,18 @@ fn load_a(n: u32, t: u32) -> vec4f {
 
 fn load_b(p: u32, t: u32) -> vec4f {
 $$ if reverse
-    let values = dy_four((row_of(t) * n_heads + own_head) * head_dim + p, i32(head_dim) - i32(p));
-    return select(vec4f(), left_of_start(own_dt, t) * values, inside(t));
+    return dy_four((row_of(t) * n_heads + own_head) * head_dim + p, select(0, i32(head_dim) - i32(p), inside(t)));
 $$ else
-    let values = xBC_four(row_of(t) * d_xBC + own_head * head_dim + p, i32(head_dim) - i32(p));
-    return select(vec4f(), left_at_end(own_dt, t) * delta_at(own_dt, t) * values, t < chunk);
+    return xBC_four(row_of(t) * d_xBC + own_head * head_dim + p, select(0, i32(head_dim) - i32(p), t < chunk));
+$$ endif
+}
+
+fn weigh_b(p: u32, step: u32, values: vec4f) -> vec4f {
+    let t = min(step, chunk - 1u);
+$$ if reverse
+    return left_of_start(own_dt, t) * values;
+$$ else
+    return left_at_end(own_dt, t) * delta_at(own_dt, t) * values;
 $$ endif
 }
 

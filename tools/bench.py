@@ -47,6 +47,7 @@ SCRIPTS = {
     OURS: ["ours.py"],
     "torch": ["torch_peer.py"],
     "torch-autograd": ["torch_peer.py", "--autograd"],
+    "torch-compiled": ["torch_peer.py", "--autograd", "--compile"],
     "mamba_ssm": ["mamba_ssm_peer.py"],
     "hf": ["hf_peer.py"],
     "jax": ["jax_peer.py"],
@@ -54,6 +55,7 @@ SCRIPTS = {
     "tinygrad": ["tinygrad_peer.py"],
 }
 PEERS = [name for name in SCRIPTS if name != OURS]
+SLOW_TO_START = {"torch-compiled"}  # only where named: minutes a round
 
 # vocab_size, d_model, n_layer, batch, seqlen
 CONFIGS = {
@@ -208,7 +210,8 @@ def chosen(text: str, among: Iterable[str], default: Iterable[str], what: str) -
 def find_peers(text: str, pythons: Mapping[str, str], on_cpu: bool) -> list[Side]:
     """The peers that are asked for. Of "all", those that are installed and on a like device."""
     sides = []
-    for name in chosen(text, PEERS, PEERS, "peer"):
+    usual = [name for name in PEERS if name not in SLOW_TO_START]
+    for name in chosen(text, PEERS, usual, "peer"):
         python = pythons.get(name) or pythons.get("") or sys.executable
         try:
             side = Side(name, python, call(name, python, ["--about"], 120, on_cpu))

@@ -6,7 +6,9 @@
 // It defines finish(row, col, sum), sum of out_type: vec4f (neighbouring columns) or f32; and finish_row_sum(row, sum) where
 // row_sums is set. Rows and columns past the edge reach them. Where the kernel has a dim parts, the depth is dealt out to these,
 // and both take the part first; `more` is the last one's.
-// What a kernel may set besides. own, in a or b: it defines that side's load_a or load_b itself. until (WGSL): where the walk ends,
+// What a kernel may set besides. own, in a or b: it defines that side's load_a or load_b itself, and where weighed is set too
+// weigh_a(line, k, values) or weigh_b, what becomes of those: a load that computes nothing is on its way while others work; one
+// that does is waited for at once. until (WGSL): where the walk ends,
 // if before the depth's end. products: it makes so many products of these sizes, and defines begin(product, first_row), which is
 // called first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col,
 // k / per_fold), a vec4f for 4 neighbouring columns.
@@ -38,6 +40,10 @@ fn load_{{ side }}(line: u32, k: u32) -> vec4f {
 $$ if more and side in ("a", "b")
     if (k >= {{ seam }}u) { return load_more_{{ side }}(line, k - {{ seam }}u); }
 $$ endif
+$$ set ends_whole = t.along == "lines" or aligned
+$$ if length % tile_k and ends_whole
+    if (k >= {{ length }}u) { return vec4f(); }  // a select() behind the load would wait for it
+$$ endif
     let i = {{ "line" if t.along == "k" else "k" }} * {{ t.stride }}u + {{ t.start }}u + {{ "k" if t.along == "k" else "line" }};
 $$ if dtype != "f32"
     let values = four_{{ name }}(i){{ " * " ~ name ~ "_scale[" ~ ("line" if t.along == "k" else "k") ~ "]" if dtype == "i8" }};
@@ -46,12 +52,10 @@ $$ elif aligned
 $$ else
     let values = vec4f({{ load(t.name, "i") }}, {{ load(t.name, "i + 1u") }}, {{ load(t.name, "i + 2u") }}, {{ load(t.name, "i + 3u") }});
 $$ endif
-$$ if length % tile_k == 0
+$$ if length % tile_k == 0 or ends_whole
     return values;
-$$ elif t.along == "k" and not aligned
-    return select(vec4f(), values, vec4u(k) + vec4u(0u, 1u, 2u, 3u) < vec4u({{ length }}u));
 $$ else
-    return select(vec4f(), values, k < {{ length }}u);
+    return select(vec4f(), values, vec4u(k) + vec4u(0u, 1u, 2u, 3u) < vec4u({{ length }}u));
 $$ endif
 }
 $$ endfor

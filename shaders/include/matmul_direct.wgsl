@@ -1,6 +1,8 @@
 // matmul.wgsl straight from storage, for CPUs, where loads cost by the element and workgroup memory is no nearer. A thread owns
 // thread_m rows; the columns are common to all. {{ lanes }} threads, a subgroup, share the loads of b and broadcast them.
 $$ set loads_b = thread_n // lanes
+{$ macro loaded_a(line, k) $}{{ "weigh_a(" ~ line ~ ", " ~ k ~ ", " if a.weighed is defined }}load_a({{ line }}, {{ k }}){{ ")" if a.weighed is defined }}{$ endmacro $}
+{$ macro loaded_b(line, k) $}{{ "weigh_b(" ~ line ~ ", " ~ k ~ ", " if b.weighed is defined }}load_b({{ line }}, {{ k }}){{ ")" if b.weighed is defined }}{$ endmacro $}
 {$ macro row_at(i) $}{{ "row0 + " ~ i ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + " ~ 4 * g ~ "u" }}{$ endmacro $}
 
@@ -34,16 +36,16 @@ $$ endif
     for (var k = {{ from_k }}; k < {{ to_k }}; k += 4u) {
 $$ for i in range(thread_m)
 $$ if a.along == "k"
-        let a{{ i }} = load_a(row0 + {{ i }}u, k);
+        let a{{ i }} = {{ loaded_a("row0 + %du" % i, "k") }};
 $$ else
-        let a{{ i }} = load_a(row0 + {{ i % gm * 4 }}u, k + {{ i // gm }}u);
+        let a{{ i }} = {{ loaded_a("row0 + %du" % (i % gm * 4), "k + %du" % (i // gm)) }};
 $$ endif
 $$ endfor
 $$ for f in range(loads_b)
 $$ if b.along == "k"
-        let shared{{ f }} = load_b(col0 + v{{ f }}, k);
+        let shared{{ f }} = {{ loaded_b("col0 + v%d" % f, "k") }};
 $$ else
-        let shared{{ f }} = load_b(col0 + v{{ f }} % {{ gn }}u * 4u, k + v{{ f }} / {{ gn }}u);
+        let shared{{ f }} = {{ loaded_b("col0 + v%d %% %du * 4u" % (f, gn), "k + v%d / %du" % (f, gn)) }};
 $$ endif
 $$ endfor
 $$ for g in range(gn)

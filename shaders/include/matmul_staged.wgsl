@@ -2,6 +2,7 @@
 // lies along k in storage is turned on the way.
 $$ set threads_m, threads_n = tile_m // thread_m, tile_n // thread_n
 $$ set quads = tile_k // 4
+$$ set skips = 4 if quads % 4 == 0 else quads
 $$ set row_a, row_b = tile_m // 4, tile_n // 4
 // Of a turned operand, 8 neighbouring threads load neighbouring k of few lines, so that they ask for few stretches of memory. What
 // they keep would lie in the same banks; so its place is shifted by its k: that of a vec4 in its row, or where numbers are kept one
@@ -15,6 +16,7 @@ $$ set stride = 8 // quads if quads < 8 else 1
 // A thread's rows and columns lie in groups of 4, a run of threads apart.
 {$ macro row_at(i) $}{{ "row0 + tm * 4u + " ~ (i // 4 * 4 * threads_m + i % 4) ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + tn * 4u + " ~ g * 4 * threads_n ~ "u" }}{$ endmacro $}
+{$ macro at_line(j, along) $}at.x{{ " + " ~ j ~ "u" if along == "k" and j }}, at.y{{ " + " ~ j ~ "u" if along == "lines" and j }}{$ endmacro $}
 var<workgroup> tile_a: array<vec4f, {{ tile_k * row_a }}>;
 var<workgroup> tile_b: array<vec4f, {{ tile_k * row_b }}>;
 
@@ -24,30 +26,33 @@ $$ set fetches = ceil_div(blocks_a + blocks_b, workgroup)
 $$ set even = (blocks_a + blocks_b) % workgroup == 0
 $$ for side, t, row, shifts in [("a", a, row_a, shifts_a), ("b", b, row_b, shifts_b)]
 $$ set ones = one_by_one and side == "a"
+$$ set turns = t.along == "k" and not ones
 // Neighbouring threads take so many neighbouring lines, then the next k.
 $$ set run = row if t.along == "lines" else 4 if row % 4 == 0 and not shifts else 1
 fn place_{{ side }}(block: u32) -> vec2u {
     return vec2u(block / {{ run * quads }}u * {{ run }}u + block % {{ run }}u, block / {{ run }}u % {{ quads }}u);
 }
 fn fetch_{{ side }}(block: u32, first: u32, first_k: u32) -> mat4x4f {
-    let place = place_{{ side }}(block) * 4u + vec2u(first, first_k);
-$$ if t.along == "k"
-    return {{ "transpose" if not ones }}(mat4x4f({$ for j in range(4) $}load_{{ side }}(place.x + {{ j }}u, place.y){{ ", " if j < 3 }}{$ endfor $}));
-$$ else
-    return mat4x4f({$ for j in range(4) $}load_{{ side }}(place.x, place.y + {{ j }}u){{ ", " if j < 3 }}{$ endfor $});
-$$ endif
+    let at = place_{{ side }}(block) * 4u + vec2u(first, first_k);
+    return {{ "transpose" if turns and t.weighed is not defined }}(mat4x4f({$ for j in range(4) $}load_{{ side }}({{ at_line(j, t.along) }}){{ ", " if j < 3 }}{$ endfor $}));
 }
-fn keep_{{ side }}(block: u32, values: mat4x4f) {
+fn keep_{{ side }}(block: u32, first: u32, first_k: u32, fetched: mat4x4f) {
     let place = place_{{ side }}(block);
-    let at = place.y * {{ 4 * row }}u + {{ "(place.x ^ (place.y * " ~ stride ~ "u % 8u))" if shifts and not ones else "place.x" }};
+$$ if t.weighed is defined
+    let at = place * 4u + vec2u(first, first_k);
+    let values = {{ "transpose" if turns }}(mat4x4f({$ for j in range(4) $}weigh_{{ side }}({{ at_line(j, t.along) }}, fetched[{{ j }}]){{ ", " if j < 3 }}{$ endfor $}));
+$$ else
+    let values = fetched;
+$$ endif
+    let to = place.y * {{ 4 * row }}u + {{ "(place.x ^ (place.y * " ~ stride ~ "u % 8u))" if shifts and not ones else "place.x" }};
 $$ for j in range(4)
 $$ if ones
     let line{{ j }} = {{ j }}u ^ (place.y % 4u);
 $$ for k in range(4)
-    tile_{{ side }}[at + {{ k * row }}u][line{{ j }}] = values[{{ j }}][{{ k }}];
+    tile_{{ side }}[to + {{ k * row }}u][line{{ j }}] = values[{{ j }}][{{ k }}];
 $$ endfor
 $$ else
-    tile_{{ side }}[at + {{ j * row }}u] = values[{{ j }}];
+    tile_{{ side }}[to + {{ j * row }}u] = values[{{ j }}];
 $$ endif
 $$ endfor
 }
@@ -59,8 +64,8 @@ $$ if not even
 $$ endif
     return fetch_b(block - {{ blocks_a }}u, col0, k);
 }
-fn keep(block: u32, values: mat4x4f) {
-    if (block < {{ blocks_a }}u) { keep_a(block, values); } else {{ "" if even else "if (block < " ~ (blocks_a + blocks_b) ~ "u) " }}{ keep_b(block - {{ blocks_a }}u, values); }
+fn keep(block: u32, row0: u32, col0: u32, k: u32, values: mat4x4f) {
+    if (block < {{ blocks_a }}u) { keep_a(block, row0, k, values); } else {{ "" if even else "if (block < " ~ (blocks_a + blocks_b) ~ "u) " }}{ keep_b(block - {{ blocks_a }}u, col0, k, values); }
 }
 
 @compute @workgroup_size({{ workgroup }})
@@ -105,7 +110,7 @@ $$ endfor
 $$ endif
         workgroupBarrier();  // all have used the tiles before
 $$ for f in range(fetches)
-        keep(lane + {{ f * workgroup }}u, block{{ f }});
+        keep(lane + {{ f * workgroup }}u, row0, col0, k, block{{ f }});
 $$ endfor
         workgroupBarrier();
 $$ if prefetch
@@ -119,6 +124,9 @@ $$ if row_sums
         }
 $$ endif
 $$ for q in range(quads)
+$$ if needs is defined and q % skips == 0
+        if (needs({{ row_at(0) }}, {{ row_at(thread_m - 1) }}, {{ col_at(0) }}, k + {{ 4 * q }}u)) {
+$$ endif
 $$ for j in range(4)
         {
 $$ for g in range(gm)
@@ -134,6 +142,9 @@ $$ endfor
 $$ endfor
         }
 $$ endfor
+$$ if needs is defined and q % skips == skips - 1
+        }
+$$ endif
 $$ endfor
 {$ include "include/matmul_fold.wgsl" $}
     }

@@ -72,7 +72,8 @@ $$ for array in ["xBC", "dy", "states", "dstates"] if array in bound
 // Four elements from i on, of which the first `count` are wanted; the others are 0.
 fn {{ array }}_four(i: u32, count: i32) -> vec4f {
 $$ if array in vec4
-    return select(vec4f(), {{ array }}[i / 4u], count > 0);
+    if (count <= 0) { return vec4f(); }  // not a select(), which would wait for the load
+    return {{ array }}[i / 4u];
 $$ else
     return select(vec4f(), vec4f({{ array }}[i], {{ array }}[i + 1u], {{ array }}[i + 2u], {{ array }}[i + 3u]), vec4i(count) > vec4i(0, 1, 2, 3));
 $$ endif

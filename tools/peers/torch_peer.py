@@ -1,6 +1,7 @@
 """Mamba in plain PyTorch, the scan a loop over time.
 
 --autograd   differentiate the loop by autograd; by default its backward is written by hand
+--compile    compile the step's loss, with --autograd, which takes minutes where sequences are long
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Loop(TorchPeer):
             h = rms_norm(h, p["backbone.norm_f.weight"], case.norm_eps)
             return next_token_loss(functional.linear(h, embeddings), tokens)
 
-        return training_step(case, p.values(), loss)
+        compiled = torch.compile(loss) if "--compile" in sys.argv else loss
+        return training_step(case, p.values(), compiled)
 
     def scan(self, case: Case) -> dict[str, Work]:
         operands = {name: to_tensor(array) for name, array in case.scan_inputs().items()}

@@ -7,7 +7,6 @@ from ..kernel import (
     Target,
     Tensor,
     Values,
-    by_kind,
     ceil_div,
     elementwise,
     itemsize,
@@ -36,9 +35,20 @@ def _run(target: Target, batch: int, seqlen: int, d_inner: int) -> int:
     return 16 if few and target.kind == "discrete" else 64
 
 
+def _walk(target: Target, v: Values) -> dict[str, int]:
+    """Choices for kernels that walk a run, `unroll` timesteps at a time."""
+    if target.kind == "cpu":
+        return {"workgroup": 64, "unroll": 4}
+    return {"workgroup": 128, "unroll": 8}
+
+
 def _choices(target: Target, v: Values) -> dict[str, int]:
-    run = _run(target, v["batch"], v["seqlen"], v["d_inner"])
-    return {"workgroup": 64, "unroll": 4, "run": run}
+    return {**_walk(target, v), "run": _run(target, v["batch"], v["seqlen"], v["d_inner"])}
+
+
+_ALTERNATIVES = [
+    {"workgroup": workgroup, "unroll": unroll} for workgroup in (64, 128, 256) for unroll in (4, 8)
+]
 
 
 def _grid(v: Values) -> Grid:
@@ -64,7 +74,7 @@ FORWARD = Kernel(
     options={"x_start": 0},
     choose=_choices,
     alternatives=lambda target, v: [
-        {"workgroup": workgroup, "run": run} for workgroup in (64, 128, 256) for run in (16, 32, 64)
+        {**walk, "run": run} for walk in _ALTERNATIVES for run in (16, 32, 64)
     ],
     grid=_grid,
     vec4=lambda v: ("x", "bias", "state", "u") if _packed(v) else (),
@@ -104,8 +114,8 @@ BACKWARD = Kernel(
     writes={"dx": "batch seqlen x_stride", "partials?": "n_partials"},
     # run: timesteps of a lane, and of a partial sum
     options={"x_start": 0, "run": 64, "weight_stride": 0, "bias_stride": 0},
-    choose=by_kind({"workgroup": 64, "unroll": 4}),
-    alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in (32, 128, 256)],
+    choose=_walk,
+    alternatives=lambda target, v: _ALTERNATIVES,
     grid=_grid,
     vec4=lambda v: ("du", "x", "bias", "state", "dx") if _packed(v) else (),
     u32=frozenset({"documents"}),

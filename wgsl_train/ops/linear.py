@@ -131,9 +131,12 @@ _STAGED = (
 def _staged_tiles(
     target: Target, m: int, n: int, parts: int
 ) -> list[tuple[int, int, int, int, float]]:
-    """Rows like _STAGED's: those, and where the sum is split, so that there are workgroups enough,
-    tiles that are 128 long and as narrow as a narrow product."""
+    """Rows like _STAGED's: those, for a large product half of the largest, and where the sum is
+    split, so that there are workgroups enough, tiles that are 128 long and as narrow as a narrow
+    product."""
     tiles = list(_STAGED)
+    if m * n >= 2 * _ADAPTERS[target.kind].units * 128 * 128:
+        tiles.append((128, 64, 8, 8, 0.94))  # a last wave of these wastes less
     for size, turned in ((n, False), (m, True)):
         width = round_up(size, 16)
         if parts > 1 and width < 128:
@@ -219,7 +222,7 @@ def _alternatives(
         tiles += [(64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
         return [
             staged(m, n, tile_k, tm, tn, prefetch=prefetch, single=single)
-            for m, n, tm, tn, _ in tiles
+            for m, n, tm, tn in dict.fromkeys(tile[:4] for tile in tiles)
             for tile_k in (
                 (16, 8) if (_tile_k(m, n), v[depth] % 16) == (16, 8) else (_tile_k(m, n),)
             )

@@ -1,17 +1,43 @@
 """Root-mean-square normalisation over the last axis."""
 
-from ..kernel import DType, Kernel, Target, Tensor, Values, by_kind, ceil_div, spread
+from ..kernel import DType, Kernel, Target, Tensor, Values, ceil_div, spread
 from ..plan import Plan
 from .sum_partials import partial
+
+_LANES = (1, 8, 16, 32, 64, 128, 256)
+_WORKGROUPS = (256, 192, 128, 64)
+_HELD = 8  # columns that a lane keeps in registers, at most
+
+
+def _columns(v: Values) -> int:
+    """Columns of a row, where 4 neighbours are one that can be."""
+    return int(v["d_model"] // 4 if v["d_model"] % 4 == 0 else v["d_model"])
+
+
+def _forward(v: Values, workgroup: int, lanes: int) -> dict[str, int]:
+    """Choices for the forward kernel. held: columns of a lane that stay in registers; 0: all are
+    read twice."""
+    held = ceil_div(_columns(v), lanes)
+    return {"workgroup": workgroup, "lanes": lanes, "held": held if held <= _HELD else 0}
+
+
+def _forward_choices(target: Target, v: Values) -> dict[str, int]:
+    if target.kind == "cpu":
+        return {"workgroup": 64, "lanes": 1, "held": 0}
+    return _forward(v, 256, next((n for n in _LANES[3:] if _HELD * n >= _columns(v)), 256))
+
 
 FORWARD = Kernel(
     "rms_norm_forward",
     reads={"x": "*rows d_model", "weight": "d_model"},
     writes={"out": "*rows d_model", "inv": "*rows"},
     options={"eps": 1e-5},
-    choose=by_kind({"workgroup": 256, "lanes": 32}, cpu={"workgroup": 64, "lanes": 1}),
+    choose=_forward_choices,
     alternatives=lambda target, v: [
-        {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (1, 16, 64)
+        _forward(v, workgroup, lanes)
+        for workgroup in (64, 128, 256)
+        for lanes in _LANES
+        if lanes <= workgroup
     ],
     grid=lambda v: spread(ceil_div(v["rows"], v["workgroup"] // v["lanes"])),
     vec4=lambda v: ("x", "weight", "out") if v["d_model"] % 4 == 0 else (),
@@ -20,13 +46,17 @@ FORWARD = Kernel(
 )
 
 
-_WORKGROUPS = (256, 192, 128, 64)
+def _backward(v: Values, workgroup: int) -> dict[str, int]:
+    """Choices for the backward kernel, held as above."""
+    held = ceil_div(_columns(v), workgroup)
+    return {"workgroup": workgroup, "held": held if held <= _HELD // 4 else 0}  # of four rows
 
 
 def _backward_choices(target: Target, v: Values) -> dict[str, int]:
     """The workgroup that leaves the fewest lanes without a column."""
-    columns = v["d_model"] // 4 if v["d_model"] % 4 == 0 else v["d_model"]
-    return {"workgroup": min(_WORKGROUPS, key=lambda w: (ceil_div(columns, w) * w, -w))}
+    columns = _columns(v)
+    workgroup = min(_WORKGROUPS, key=lambda w: (ceil_div(columns, w) * w, -w))
+    return {"workgroup": workgroup, "held": 0} if target.kind == "cpu" else _backward(v, workgroup)
 
 
 BACKWARD = Kernel(
@@ -41,7 +71,11 @@ BACKWARD = Kernel(
     adds={"dx": "*rows d_model"},
     options={"rows_per_group": 16},  # 16, 32 or 64
     choose=_backward_choices,
-    alternatives=lambda target, v: [{"workgroup": workgroup} for workgroup in _WORKGROUPS],
+    alternatives=lambda target, v: [
+        choices
+        for workgroup in _WORKGROUPS
+        for choices in (_backward(v, workgroup), {"workgroup": workgroup, "held": 0})
+    ],
     grid=lambda v: spread(ceil_div(v["rows"], v["rows_per_group"])),
     vec4=lambda v: (
         ("dout", "x", "weight", "dx", "weight_partials") if v["d_model"] % 4 == 0 else ()
