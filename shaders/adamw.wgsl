@@ -13,8 +13,21 @@ fn is_finite(a: vec4f) -> vec4<bool> {
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
-    let i = group_index(wid, groups) * {{ workgroup }}u + lane;
-    if (i >= {{ n // 4 }}u || control[4] != 0.0) {
+    // What all lanes read alike comes before anything branches: there a CPU adapter reads it once, elsewhere once a lane.
+    let group = group_index(wid, groups);
+    let grad_scale = control[0];
+    let rate = control[1];
+    let one_minus_beta1_t = control[2];
+    let one_minus_beta2_t = control[3];
+    let skip = control[4] != 0.0;
+    let gain_m = hyper[one_minus_beta1];
+    let gain_v = hyper[one_minus_beta2];
+    let floor_v = hyper[eps];
+    let limit = hyper[max_delta];
+    let decays = decay[min(group * {{ workgroup }}u / 256u, n_blocks - 1u)] != 0u;
+    let shrink = select(0.0, rate * hyper[weight_decay], decays);
+    let i = group * {{ workgroup }}u + lane;
+    if (i >= {{ n // 4 }}u || skip) {
         return;
     }
     let raw = grads[i];
@@ -22,17 +35,15 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
     let old_v = v[i];
     let old_p = params[i];
     let ok = is_finite(raw);
-    let g = raw * control[0];
-    let new_m = old_m + hyper[one_minus_beta1] * (g - old_m);
+    let g = raw * grad_scale;
+    let new_m = old_m + gain_m * (g - old_m);
     let capped = clamp(g, vec4f(-1.8e19), vec4f(1.8e19));  // so that no square overflows
-    let new_v = old_v + hyper[one_minus_beta2] * (capped * capped - old_v);
-    let rate = control[1];
-    let full = rate * (new_m / control[2]) / (sqrt(new_v / control[3]) + hyper[eps]);
+    let new_v = old_v + gain_v * (capped * capped - old_v);
+    let full = rate * (new_m / one_minus_beta1_t) / (sqrt(new_v / one_minus_beta2_t) + floor_v);
     var step = select(vec4f(0.0), full, is_finite(full));
-    if (hyper[max_delta] > 0.0) {
-        step = clamp(step, vec4f(-hyper[max_delta]), vec4f(hyper[max_delta]));
+    if (limit > 0.0) {
+        step = clamp(step, vec4f(-limit), vec4f(limit));
     }
-    let shrink = select(0.0, rate * hyper[weight_decay], decay[i / 256u] != 0u);
     m[i] = select(old_m, new_m, ok);
     v[i] = select(old_v, new_v, ok);
     params[i] = select(old_p, old_p - (shrink * old_p + step), ok);

@@ -1,5 +1,5 @@
 // embedding_backward.wgsl for CPU adapters with subgroups of 8, where barriers are dear: a subgroup for each row of the table
-// looks through all rows of the batch, 8 at a time.
+// looks through all rows of the batch, 32 at a time.
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(subgroup_invocation_id) lane: u32) {
     let own = group_index(wid, groups);
@@ -16,8 +16,15 @@ $$ endfor
 $$ for s in range(slots)
         var part{{ s }} = pack(0.0);
 $$ endfor
-        for (var r = first; r < min(first + 256u, rows); r += 8u) {
-            var bits = subgroupBallot(r + lane < rows && tokens[min(r + lane, rows - 1u)] == token).x;
+        for (var r = first; r < min(first + 256u, rows); r += 32u) {
+            // Which of 32 rows have the token: a bit a row, and of each lane those that it looks at.
+            var bits = 0u;
+$$ for j in range(4)
+            if (r + {{ 8 * j }}u + lane < rows && tokens[min(r + {{ 8 * j }}u + lane, rows - 1u)] == token) { bits |= 1u << ({{ 8 * j }}u + lane); }
+$$ endfor
+            bits |= subgroupShuffleXor(bits, 1u);
+            bits |= subgroupShuffleXor(bits, 2u);
+            bits |= subgroupShuffleXor(bits, 4u);
             occurs = occurs || bits != 0u;
             while (bits != 0u) {
                 let row = r + firstTrailingBit(bits);
