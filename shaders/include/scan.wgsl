@@ -11,13 +11,17 @@ $$ else
 $$ endif
 }
 
-$$ for name, index in [("u", "row * d_inner + channel"), ("delta", "row * d_inner + channel"), ("dy", "row * d_inner + channel"), ("z", "row * d_xz + d_inner + channel")]
+$$ set wide = "delta" in vec4
+$$ set kind, columns = ("vec4f", d_inner // 4) if wide else ("f32", d_inner)
+$$ set here = "row * " ~ (columns ~ "u" if wide else "d_inner") ~ " + channel"
+$$ for name, index in [("u", here), ("delta", here), ("dy", here), ("z", "row * " ~ 2 * columns ~ "u + " ~ columns ~ "u + channel" if wide else "row * d_xz + d_inner + channel")]
 $$ set array = "xz" if name == "z" else name
 $$ if array in bound
 $$ set value = "abs(delta[" ~ index ~ "])" if name == "delta" and resets else load(array, index)
-fn {{ name }}_at(row: u32, t: u32, channel: u32) -> f32 {
+// {{ name }} of a channel{{ "; here of four, which `channel` counts" if wide }}.
+fn {{ name }}_at(row: u32, t: u32, channel: u32) -> {{ kind }} {
 $$ if ragged
-    return select(0.0, {{ value }}, t < seqlen && channel < d_inner);
+    return select({{ kind }}(0.0), {{ value }}, t < seqlen && channel < {{ columns }}u);
 $$ else
     return {{ value }};
 $$ endif
@@ -27,9 +31,15 @@ $$ endif
 $$ endfor
 $$ if resets
 // Whether step t goes on with the state before it: scan_reset makes delta negative where a document begins.
-fn goes_on(row: u32, t: u32, channel: u32) -> bool {
-    return delta[row * d_inner + channel] >= 0.0{{ " || t >= seqlen" if ragged else "" }};
+$$ if wide
+fn goes_on(row: u32, t: u32, channel: u32) -> vec4<bool> {
+    return {{ "select(" if ragged }}delta[{{ here }}] >= vec4f(0.0){{ ", vec4<bool>(true), t >= seqlen)" if ragged }};
 }
+$$ else
+fn goes_on(row: u32, t: u32, channel: u32) -> bool {
+    return delta[{{ here }}] >= 0.0{{ " || t >= seqlen" if ragged }};
+}
+$$ endif
 
 $$ endif
 $$ for name, column in [("B", dt_rank), ("C", dt_rank + d_state)]

@@ -92,6 +92,19 @@ def _lanes(target: Target, v: Values) -> dict[str, int]:
     }
 
 
+def _forward_lanes(target: Target, v: Values) -> dict[str, int]:
+    """Choices for scan_forward: `_lanes`, or wide: a lane takes four channels whole."""
+    choices = _lanes(target, v)
+    wide = choices["subgroup"] and v["d_inner"] % 4 == 0
+    if not wide:
+        return {**choices, "wide": 0}
+    return {**choices, "wide": 1, "workgroup": choices["channels"] // 4}
+
+
+def _wide(v: Values) -> tuple[str, ...]:
+    return ("u", "delta", "xz", "gy") if v["wide"] else ()
+
+
 def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
     """Choices for scan_backward: `kept` steps in registers, `span` steps in workgroup memory."""
     groups, cpu = _groups(v["d_state"]), target.kind == "cpu"
@@ -212,9 +225,9 @@ FORWARD = Kernel(
     },
     # started: whether chunk_states holds what each segment starts from
     options={**_SHAPE, "started": False, "discretization": "euler"},
-    choose=_lanes,
+    choose=_forward_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
-    vec4=lambda v: ("AD", "chunk_states", "state", *_packed(v)),
+    vec4=lambda v: ("AD", "chunk_states", "state", *_packed(v), *_wide(v)),
     half=frozenset({"u", "xz", "gy"}),
     flops=lambda v: 7 * _steps(v),
     traffic=lambda v: _traffic(v, "u", "delta", "xz", *["gy"] * v["outputs"]),
