@@ -37,8 +37,8 @@ fn fold_weight(t: u32, s: u32, fold: u32) -> vec4f {
     return left_of_four(dt, t, s) * delta_four(dt, s);
 }
 
-fn needs(first: u32, last: u32, col: u32, k: u32) -> bool {
-    return last >= col;
+fn needs(t: u32, s: u32, k: u32) -> bool {
+    return s <= t + 3u;
 }
 
 {$ include "include/matmul.wgsl" $}

@@ -68,10 +68,9 @@ $$ else
 $$ endif
 }
 
-// Whether rows first to last have something to sum for 16 k from k on.
-fn needs(first: u32, last: u32, col: u32, k: u32) -> bool {
+fn needs(t: u32, p: u32, k: u32) -> bool {
     let s = first_step + k - {{ from_state }}u;
-    return {{ "k < " ~ from_state ~ "u || " if from_state }}{{ "s + 15u > first" if reverse else "s < last" }};
+    return {{ "k < " ~ from_state ~ "u || " if from_state }}{{ "s + 15u > t" if reverse else "s < t + 3u" }};
 }
 
 {$ include "include/matmul.wgsl" $}

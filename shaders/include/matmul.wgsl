@@ -8,7 +8,8 @@
 // and both take the part first; `more` is the last one's.
 // What a kernel may set besides. own, in a or b: it defines that side's load_a or load_b itself, and where weighed is set too
 // weigh_a(line, k, values) or weigh_b, what becomes of those: a load that computes nothing is on its way while others work; one
-// that does is waited for at once. until (WGSL): where the walk ends,
+// that does is waited for at once. needs, used where operands go through workgroup memory: it defines needs(row, col, k), whether
+// four rows and the columns from these on have anything to sum in 16 k from this one on. until (WGSL): where the walk ends,
 // if before the depth's end. products: it makes so many products of these sizes, and defines begin(product, first_row), which is
 // called first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col,
 // k / per_fold), a vec4f for 4 neighbouring columns.

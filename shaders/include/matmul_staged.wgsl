@@ -17,6 +17,27 @@ $$ set stride = 8 // quads if quads < 8 else 1
 {$ macro row_at(i) $}{{ "row0 + tm * 4u + " ~ (i // 4 * 4 * threads_m + i % 4) ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + tn * 4u + " ~ g * 4 * threads_n ~ "u" }}{$ endmacro $}
 {$ macro at_line(j, along) $}at.x{{ " + " ~ j ~ "u" if along == "k" and j }}, at.y{{ " + " ~ j ~ "u" if along == "lines" and j }}{$ endmacro $}
+$$ macro multiply(first, count, groups)
+$$ for q in range(first, first + count)
+$$ for j in range(4)
+        {
+$$ for g in groups
+            let a{{ g }} = tile_a[{{ (4 * q + j) * row_a + g * threads_m }}u + {{ shifted("tm", q, shifts_a and not one_by_one) }}];
+$$ endfor
+$$ for g in range(gn)
+            let b{{ g }} = tile_b[{{ (4 * q + j) * row_b + g * threads_n }}u + {{ shifted("tn", q, shifts_b) }}];
+$$ endfor
+$$ for g in groups
+$$ for i in range(4 * g, 4 * g + 4)
+$$ for h in range(gn)
+            c{{ i }}_{{ h }} += a{{ g }}.{{ component(q, i % 4) }} * b{{ h }};
+$$ endfor
+$$ endfor
+$$ endfor
+        }
+$$ endfor
+$$ endfor
+$$ endmacro
 var<workgroup> tile_a: array<vec4f, {{ tile_k * row_a }}>;
 var<workgroup> tile_b: array<vec4f, {{ tile_k * row_b }}>;
 
@@ -123,29 +144,26 @@ $$ if row_sums
             for (var j = 0u; j < {{ tile_k }}u; j++) { row_sums += tile_a[j * {{ row_a }}u + lane]; }
         }
 $$ endif
-$$ for q in range(quads)
-$$ if needs is defined and q % skips == 0
-        if (needs({{ row_at(0) }}, {{ row_at(thread_m - 1) }}, {{ col_at(0) }}, k + {{ 4 * q }}u)) {
-$$ endif
-$$ for j in range(4)
+$$ if needs is defined
+$$ for first in range(0, quads, skips)
         {
 $$ for g in range(gm)
-            let a{{ g }} = tile_a[{{ (4 * q + j) * row_a + g * threads_m }}u + {{ shifted("tm", q, shifts_a and not one_by_one) }}];
+            let needs{{ g }} = needs({{ row_at(4 * g) }}, {{ col_at(0) }}, k + {{ 4 * first }}u);
 $$ endfor
-$$ for g in range(gn)
-            let b{{ g }} = tile_b[{{ (4 * q + j) * row_b + g * threads_n }}u + {{ shifted("tn", q, shifts_b) }}];
+            if ({$ for g in range(gm) $}{{ " && " if g }}needs{{ g }}{$ endfor $}) {
+{{ multiply(first, skips, range(gm)) }}
+            }{$ if gm > 1 $} else {
+$$ for g in range(gm)
+                if (needs{{ g }}) {
+{{ multiply(first, skips, [g]) }}
+                }
 $$ endfor
-$$ for i in range(thread_m)
-$$ for g in range(gn)
-            c{{ i }}_{{ g }} += a{{ i // 4 }}.{{ component(q, i % 4) }} * b{{ g }};
-$$ endfor
-$$ endfor
+            }{$ endif $}
         }
 $$ endfor
-$$ if needs is defined and q % skips == skips - 1
-        }
+$$ else
+{{ multiply(0, quads, range(gm)) }}
 $$ endif
-$$ endfor
 {$ include "include/matmul_fold.wgsl" $}
     }
 $$ for i in range(thread_m)

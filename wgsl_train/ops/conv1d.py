@@ -7,6 +7,7 @@ from ..kernel import (
     Target,
     Tensor,
     Values,
+    by_kind,
     ceil_div,
     elementwise,
     itemsize,
@@ -35,15 +36,9 @@ def _run(target: Target, batch: int, seqlen: int, d_inner: int) -> int:
     return 16 if few and target.kind == "discrete" else 64
 
 
-def _walk(target: Target, v: Values) -> dict[str, int]:
-    """Choices for kernels that walk a run, `unroll` timesteps at a time."""
-    if target.kind == "cpu":
-        return {"workgroup": 64, "unroll": 4}
-    return {"workgroup": 128, "unroll": 8}
-
-
 def _choices(target: Target, v: Values) -> dict[str, int]:
-    return {**_walk(target, v), "run": _run(target, v["batch"], v["seqlen"], v["d_inner"])}
+    run = _run(target, v["batch"], v["seqlen"], v["d_inner"])
+    return {"workgroup": 64, "unroll": 4 if target.kind == "cpu" else 8, "run": run}
 
 
 _ALTERNATIVES = [
@@ -114,7 +109,7 @@ BACKWARD = Kernel(
     writes={"dx": "batch seqlen x_stride", "partials?": "n_partials"},
     # run: timesteps of a lane, and of a partial sum
     options={"x_start": 0, "run": 64, "weight_stride": 0, "bias_stride": 0},
-    choose=_walk,
+    choose=by_kind({"workgroup": 64, "unroll": 4}),
     alternatives=lambda target, v: _ALTERNATIVES,
     grid=_grid,
     vec4=lambda v: ("du", "x", "bias", "state", "dx") if _packed(v) else (),

@@ -40,7 +40,7 @@ CHUNK = {"portable": 64, "cpu": 64, "discrete": 128}
 MAX_CHUNK = 1024
 MAX_STATE = 1024
 # Workgroups that a product over all heads of a group should have, by kind of adapter
-WORKGROUPS = {"portable": 64, "cpu": 1, "discrete": 512}
+WORKGROUPS = {"portable": 64, "cpu": 1, "discrete": 256}
 
 
 class _Tile(NamedTuple):
@@ -61,7 +61,8 @@ class _Tile(NamedTuple):
 _TILES = (
     _Tile((128, 128, 16, 8, 8), 1.0, 0.65, 1),
     _Tile((128, 64, 16, 8, 8), 0.95, 0.75, 2),
-    _Tile((64, 64, 32, 4, 4), 0.5, 1.0, 1),
+    _Tile((64, 64, 16, 8, 4), 0.5, 1.0, 2),
+    _Tile((64, 64, 32, 4, 4), 0.5, 0.95, 1),
     _Tile((64, 32, 32, 4, 4), 0.4, 0.8, 2),
     _Tile((32, 32, 32, 4, 4), 0.3, 0.6, 4),
     _Tile((16, 16, 16, 4, 4), 0.1, 0.2, 8),
@@ -80,13 +81,13 @@ def _choose(
     n: str,
     fold: bool = False,
     triangle: bool = False,
-    long: bool = False,
+    single: bool = False,
 ) -> Callable[[Target, Values], dict[str, Any]]:
     """Tuning choices for `count` products (m, n): the tile that takes the least time.
 
-    fold       a thread holds two tiles of sums
+    fold       a thread holds two tiles of sums, for which more than 4 x 4 are too many
     triangle   tiles leave out what lies above the diagonal
-    long       sums are long enough for loading ahead, which costs registers and a round
+    single     as `staged` has it
     """
 
     def choose(target: Target, v: Values) -> dict[str, Any]:
@@ -105,7 +106,8 @@ def _choose(
             speed = tile.triangle if triangle else tile.speed
             return waves * tile.at_once * tile_m * tile_n / speed
 
-        return staged(*min(_TILES, key=work).size, prefetch=int(long), single=int(long))
+        tiles = [tile for tile in _TILES if not fold or tile.size[3] * tile.size[4] == 16]
+        return staged(*min(tiles, key=work).size, single=int(single))
 
     return choose
 
@@ -115,12 +117,13 @@ def _alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
         lanes = 8 if target.lanes == 8 else 1
         return [direct(m, n, lanes=lanes) for m in (4, 8) for n in (8, 16, 32)]
     tiles = [tile.size for tile in _TILES]
-    tiles += [(64, 64, 16, 8, 8), (64, 64, 16, 8, 4), (128, 64, 16, 8, 4)]
+    tiles += [(64, 64, 16, 8, 8), (128, 64, 16, 8, 4)]
     return [
-        staged(m, n, tile_k, thread_m, thread_n, prefetch=prefetch)
+        staged(m, n, tile_k, thread_m, thread_n, prefetch=prefetch, single=single)
         for m, n, _, thread_m, thread_n in tiles
-        for tile_k in (8, 16, 32)
+        for tile_k in (16, 32)
         for prefetch in (0, 1)
+        for single in (0, 1)
         if 4 * tile_k * (m + n) <= 16384
     ]
 
@@ -386,7 +389,7 @@ BACKWARD_BC = Kernel(
     },
     writes={"out": "shares batch seqlen out_stride"},
     options={"d_state": 1, "head_dim": 1, "out_start": 0},
-    choose=_choose(_sides, "chunk", "d_state", long=True),
+    choose=_choose(_sides, "chunk", "d_state", single=True),
     alternatives=_alternatives,
     grid=_products(_sides, "chunk", "d_state"),
     vec4=_vec4(
