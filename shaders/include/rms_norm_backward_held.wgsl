@@ -1,7 +1,6 @@
 // rms_norm_backward.wgsl with four rows at a time, whose columns the lanes of a workgroup hold in registers.
-$$ set few = 16
-var<workgroup> dots: array<vec4f, {{ workgroup }}>;
-var<workgroup> few_dots: array<vec4f, {{ few }}>;
+$$ set value_type = "vec4f"
+{$ include "include/workgroup_sum.wgsl" $}
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
@@ -26,16 +25,9 @@ $$ if "dx" in accumulate
 $$ endif
 $$ endfor
 $$ endfor
-        dots[lane] = vec4f({$ for r in range(4) $}fold({$ for j in range(held) $}w{{ j }} * d{{ r }}_{{ j }} * x{{ r }}_{{ j }}{{ " + " if j < held - 1 }}{$ endfor $}){{ ", " if r < 3 }}{$ endfor $});
-        workgroupBarrier();
-        if (lane < {{ few }}u) {
-            var sum = dots[lane];
-            for (var l = lane + {{ few }}u; l < {{ workgroup }}u; l += {{ few }}u) { sum += dots[l]; }
-            few_dots[lane] = sum;
-        }
-        workgroupBarrier();
+        let dots = workgroup_sum(vec4f({$ for r in range(4) $}fold({$ for j in range(held) $}w{{ j }} * d{{ r }}_{{ j }} * x{{ r }}_{{ j }}{{ " + " if j < held - 1 }}{$ endfor $}){{ ", " if r < 3 }}{$ endfor $}), lane);
         let scale = vec4f({$ for r in range(4) $}inv[row{{ r }}]{{ ", " if r < 3 }}{$ endfor $});
-        let mean = scale * scale * ({$ for l in range(few) $}few_dots[{{ l }}]{{ " + " if l < few - 1 }}{$ endfor $}) / f32(d_model);
+        let mean = scale * scale * dots / f32(d_model);
 $$ for r in range(4)
         if (row0 + {{ r }}u < end_row) {
 $$ for j in range(held)

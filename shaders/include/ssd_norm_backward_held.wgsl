@@ -1,7 +1,6 @@
 // ssd_norm_backward.wgsl with a workgroup a row, one after another, whose columns its lanes hold in registers.
-$$ set few = 16
-var<workgroup> dots: array<vec2f, {{ workgroup }}>;
-var<workgroup> few_dots: array<vec2f, {{ few }}>;
+$$ set value_type = "vec2f"
+{$ include "include/workgroup_sum.wgsl" $}
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
@@ -26,19 +25,7 @@ $$ for j in range(held)
         squares += a{{ j }} * a{{ j }};
         products += w{{ j }} * d{{ j }} * a{{ j }};
 $$ endfor
-        dots[lane] = vec2f(fold(squares), fold(products));
-        workgroupBarrier();
-        if (lane < {{ few }}u) {
-            var sum = dots[lane];
-            for (var l = lane + {{ few }}u; l < {{ workgroup }}u; l += {{ few }}u) { sum += dots[l]; }
-            few_dots[lane] = sum;
-        }
-        workgroupBarrier();
-        var sum = few_dots[0];
-$$ for l in range(1, few)
-        sum += few_dots[{{ l }}];
-$$ endfor
-        let found = means(sum);
+        let found = means(workgroup_sum(vec2f(fold(squares), fold(products)), lane));
 $$ for j in range(held)
         {{ "if (lane < " ~ (all_columns - j * workgroup) ~ "u) " if all_columns < (j + 1) * workgroup }}{ dw{{ j }} += finish(row, c{{ j }}, value{{ j }}, z{{ j }}, d{{ j }}, w{{ j }}, found.x, found.y); }
 $$ endfor

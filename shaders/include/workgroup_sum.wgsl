@@ -1,0 +1,16 @@
+// workgroup_sum: each lane gets the sum of a value over all lanes, in a fixed order. Needs `value_type`, the name of the value's type.
+// It may be called again and again: who is still reading the last sum has no part in what is written first.
+$$ set few = 16
+var<workgroup> lane_values: array<{{ value_type }}, {{ workgroup }}>;
+var<workgroup> few_sums: array<{{ value_type }}, {{ few }}>;
+fn workgroup_sum(value: {{ value_type }}, lane: u32) -> {{ value_type }} {
+    lane_values[lane] = value;
+    workgroupBarrier();
+    if (lane < {{ few }}u) {
+        var sum = value;
+        for (var l = lane + {{ few }}u; l < {{ workgroup }}u; l += {{ few }}u) { sum += lane_values[l]; }
+        few_sums[lane] = sum;
+    }
+    workgroupBarrier();
+    return {$ for l in range(few) $}{{ " + " if l }}few_sums[{{ l }}]{$ endfor $};
+}
