@@ -808,6 +808,7 @@ def test_tune(run, monkeypatch, tmp_path, device):
     assert done.code == 0, done.err
     assert re.search(r"^rms_norm_forward +[\d.]+ +[\d.]+ +[\d.]+%  .*; rows=32", done.out, re.M)
     assert "1 measured: " in done.out
+    assert re.search(r"^measuring  rms_norm_forward, \d+ choices, 1 of 1$", done.err, re.M)
     assert not (tmp_path / "cache").exists()
     done = run(*given)
     assert "stored     " in done.err

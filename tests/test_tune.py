@@ -11,8 +11,8 @@ import wgsl_train as wt
 from tests import harness
 from tests.test_structure import render, workgroup_bytes
 from tests.test_train import CONFIG, SHAPE, assert_same, dataset, make, moments, settings
+from wgsl_train import trial, tuned
 from wgsl_train import tune as tune_module
-from wgsl_train import tuned
 from wgsl_train.device import request_device, with_target
 from wgsl_train.errors import CheckpointError, DeviceError
 from wgsl_train.kernel import KERNELS, Target
@@ -44,13 +44,18 @@ def test_alternatives_fit_the_portable_limits(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["portable", "cpu"])
-def test_alternatives_give_the_same_results(device, kind):
+def test_alternatives_give_the_same_results(device, kind, monkeypatch):
     """Those of the dearest kernels, which no table chooses, so that no other test meets them."""
-    target = with_target(device, kind=kind)
-    found = list(tune(target, CONFIG, 1, 7, only="rms_norm"))
+    right, same = [], tune_module._same  # which says no here: all the others are checked, too
+    monkeypatch.setattr(tune_module, "_same", lambda *results: right.append(same(*results)))
+    monkeypatch.setattr(
+        tune_module._Candidate, "seconds", lambda self, repeats: 1e-4 if self.choices else 1e-3
+    )
+    found = list(tune(with_target(device, kind=kind), CONFIG, 1, 7, only="rms_norm"))
     assert {row.key.split()[0] for row in found} == {"rms_norm_forward", "rms_norm_backward"}
-    assert all(row.refused == 0 for row in found)
-    assert all(row.best <= row.default for row in found)
+    assert len(right) == sum(row.refused for row in found) > 2  # none failed to compile
+    assert all(right)
+    assert all(row.measured == 1 and row.choices is None for row in found)
 
 
 def test_keys_tell_dims_and_plain_options_apart():
@@ -82,12 +87,34 @@ def test_the_fastest_choice_that_is_right_wins(device, monkeypatch):
         {"workgroup": 1 << 20, "lanes": 1},  # more than the adapter allows
         {"workgroup": 62, "lanes": 31},  # sums over lanes of two rows
     ]
-    times = {16: 1e-4, 32: 3e-4}
+    times = {16: 1e-4, 32: 3e-4, 62: 5e-5}
     fake(monkeypatch, lambda c: times.get(c.get("workgroup"), 2e-4), [right, slow, *refused])
     (row,) = tune(device, CONFIG, *SHAPE, only="rms_norm_forward")
     assert (row.key, row.choices, row.dispatches) == (RMS, right, 2)
     assert (row.measured, row.refused) == (3, 2)
     assert row.gain == pytest.approx(0.5)
+
+
+@pytest.mark.gpu
+def test_only_what_would_win_is_checked(device, monkeypatch):
+    """From the fastest on, up to the first that is right; no result is read for the others."""
+    wrong, right = {"workgroup": 62, "lanes": 31}, {"workgroup": 16, "lanes": 1}
+    others = [{"workgroup": size, "lanes": 1} for size in (32, 48, 128)]
+    times = {62: 1e-5, 16: 1e-4, 32: 1.5e-4, 48: 1.96e-4, 128: 9e-4}
+    read, results = [], tune_module._Candidate.results
+    monkeypatch.setattr(
+        tune_module._Candidate, "results", lambda self: read.append(self.choices) or results(self)
+    )
+    known = set(device.pipelines)
+    fake(monkeypatch, lambda c: times.get(c.get("workgroup"), 2e-4), [*others, right, wrong])
+    (row,) = tune(device, CONFIG, *SHAPE, only="rms_norm_forward")
+    assert read == [{}, wrong, right]
+    assert (row.choices, row.measured, row.refused) == (right, 5, 1)
+    assert set(device.pipelines) == known  # what was compiled to measure is not kept
+    read.clear()
+    fake(monkeypatch, lambda c: 2e-4, [*others, right, wrong])
+    (row,) = tune(device, CONFIG, *SHAPE, only="rms_norm_forward")
+    assert (read, row.choices, row.measured, row.refused) == ([], None, 6, 0)
 
 
 @pytest.mark.gpu
@@ -98,7 +125,7 @@ def test_noise_is_no_gain(device, monkeypatch):
     assert row.gain == 0
 
 
-def test_wrong_results_are_seen():
+def test_wrong_results_are_seen(monkeypatch):
     a = np.linspace(-1, 1, 12, dtype=np.float32)
     a[3] = np.nan  # as far as it was left untouched by both
     assert deviation(a, a).error == 0
@@ -109,6 +136,12 @@ def test_wrong_results_are_seen():
         found = deviation(a, b)
         assert found.error > TOLERANCE
         assert (found.index, found.wanted) == ((11,), 1.0)
+    monkeypatch.setattr(trial, "_BLOCK", 5)  # in several blocks, of which the last is shorter
+    b = a.copy()
+    b[[4, 7, 11]] += np.float32([1e-3, 1e-2, 1e-3])
+    assert (found := deviation(a.reshape(3, 4), b.reshape(3, 4))).index == (1, 3)
+    whole = np.sqrt(np.square(a[np.isfinite(a)]).sum() / a.size)
+    assert found.error == pytest.approx(1e-2 / (abs(a[7]) + whole), rel=1e-4)
     assert deviation(np.array([70000, 1], np.uint32), np.array([70001, 1], np.uint32)).error > 1
 
 

@@ -936,6 +936,7 @@ def tune(
         seq_len,
         activation_checkpointing=activation_checkpointing,
         only=kernel,
+        announce=lambda text: err.print(f"measuring  {text}"),
     ):
         out.print(_tuned_line(row))
         found[row.key] = row.choices

@@ -15,6 +15,7 @@ from .plan import Dispatch, Layout, Plan
 Array = np.ndarray[Any, Any]
 
 TOLERANCE = 1e-4  # by which results of two versions of a kernel may deviate; see `deviation`
+_BLOCK = 1 << 20  # elements compared at a time: of large tensors, copies are larger still
 HALF_TOLERANCE = 2e-3  # the same of f16 results: neighbouring numbers are 2^-10 apart
 
 
@@ -87,9 +88,33 @@ class Deviation:
 
 def deviation(wanted: Array, got: Array) -> Deviation:
     """The greatest deviation of one array from another of its shape."""
+    want, have = wanted.reshape(-1), got.reshape(-1)
+    blocks = [slice(at, at + _BLOCK) for at in range(0, want.size, _BLOCK)]
+    rms = np.sqrt(sum(_squares(want[block]) for block in blocks) / want.size)
+    error, at = 0.0, 0
+    for block in blocks:
+        errors = _errors(want[block], have[block], rms)
+        worst = int(errors.argmax())
+        if errors[worst] > error:
+            error, at = float(errors[worst]), block.start + worst
+    return Deviation(
+        error,
+        tuple(map(int, np.unravel_index(at, wanted.shape))),
+        float(want[at]),
+        float(have[at]),
+        HALF_TOLERANCE if wanted.dtype == np.float16 else TOLERANCE,
+    )
+
+
+def _squares(array: Array) -> float:
+    """The sum of the squares of what is finite."""
+    values = array.astype(np.float64)
+    return float(np.square(values[np.isfinite(values)]).sum())
+
+
+def _errors(wanted: Array, got: Array, rms: float) -> Array:
+    """The `Deviation.error` of each element."""
     want, have = wanted.astype(np.float64), got.astype(np.float64)
-    finite = np.isfinite(want)
-    rms = np.sqrt(np.square(want, where=finite, out=np.zeros_like(want)).mean())
     same = (want == have) | (np.isnan(want) & np.isnan(have))
     with np.errstate(invalid="ignore"):
         error = np.abs(have - want) / (np.abs(want) + rms + 1e-30)
@@ -97,11 +122,4 @@ def deviation(wanted: Array, got: Array) -> Deviation:
         error[:] = np.inf
     error[~np.isfinite(error)] = np.inf
     error[same] = 0.0
-    index = np.unravel_index(int(error.argmax()), error.shape)
-    return Deviation(
-        float(error[index]),
-        tuple(map(int, index)),
-        float(want[index]),
-        float(have[index]),
-        HALF_TOLERANCE if wanted.dtype == np.float16 else TOLERANCE,
-    )
+    return error

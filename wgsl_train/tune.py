@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 LEAST_GAIN = 0.03  # part of the time that a choice must save to be kept: less is noise
 _ROUNDS = 4
-_HOPELESS = 1.5  # slower than the fastest by this factor in the first round: not measured again
+_HOPELESS = 1.2  # slower than the default by this factor in the first round: not measured again
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Tuned:
     default    seconds of one dispatch by the table's choices
     best       seconds by the fastest choices
     choices    the fastest, where they differ from the table's; None: the table's
-    measured   how many choices were compared, the table's among them
-    refused    how many did not compile here, or gave other results
+    measured   how many choices were timed, the table's among them, without those refused
+    refused    how many did not compile here, or gave other results: those are checked that would
+               win, from the fastest on, up to the first that is right
     dispatches of this key in a step
     """
 
@@ -59,11 +60,17 @@ class _Candidate(Trial):
     def __init__(self, buffers: Buffers, like: Dispatch, target: Target, choices: Values) -> None:
         super().__init__(buffers, like, replace(target, tuned={like.key: choices}))
         self.choices = choices
+        self.samples: list[float] = []
 
-    def sample(self) -> float:
-        """Seconds by a GPU that was busy with the same before, so that its clock is high."""
+    def sample(self) -> None:
+        """Time it on a GPU that was busy with the same before, so that its clock is high."""
         warm_up(self.encoder, "forward", seconds=0.02)
-        return self.seconds(repeats=5)
+        self.samples.append(self.seconds(repeats=5))
+
+    @property
+    def median(self) -> float:
+        """Seconds, above 0."""
+        return max(float(np.median(self.samples)), 1e-9)
 
 
 def tune(
@@ -74,14 +81,16 @@ def tune(
     *,
     activation_checkpointing: bool = False,
     only: str = "",
+    announce: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Tuned]:
     """Measure every kernel of a training step that declares alternatives, the dearest first.
 
-    only   part of the names of the kernels to measure
+    only       part of the names of the kernels to measure
+    announce   called before each kernel with what will be measured
 
-    A choice counts only where it compiles and gives the default's results, within 1e-4, on the
-    same random inputs. Stores nothing: see `tuned.store`. Raises DeviceError where the adapter
-    has no timestamp queries.
+    A choice wins only where it gives the default's results, within 1e-4, on the same random
+    inputs. Stores nothing: see `tuned.store`. Raises DeviceError where the adapter has no
+    timestamp queries.
     """
     if "timestamp-query" not in device.target.features:
         raise DeviceError(f"{device.name} has no timestamp queries, without which nothing is tuned")
@@ -100,10 +109,12 @@ def tune(
     for d in planned.plan.dispatches:
         if only in d.kernel.name:
             groups.setdefault(d.key, []).append(d)
-    for group in sorted(groups.values(), key=lambda g: -sum(d.nbytes + d.flops for d in g)):
-        choices = _choices(group[0], target)
-        if len(choices) > 1:
-            yield _measure(device, group, target, choices)
+    dearest = sorted(groups.values(), key=lambda g: -sum(d.nbytes + d.flops for d in g))
+    with_choices = ((group, _choices(group[0], target)) for group in dearest)
+    work = [(group, choices) for group, choices in with_choices if len(choices) > 1]
+    for i, (group, choices) in enumerate(work, 1):
+        announce(f"{group[0].kernel.name}, {len(choices)} choices, {i} of {len(work)}")
+        yield _measure(device, group, target, choices)
 
 
 def _choices(d: Dispatch, target: Target) -> list[Values]:
@@ -118,49 +129,75 @@ def _choices(d: Dispatch, target: Target) -> list[Values]:
 def _measure(
     device: Device, group: Sequence[Dispatch], target: Target, choices: Sequence[Values]
 ) -> Tuned:
-    d, buffers = group[0], Buffers(device)
+    d, buffers, known = group[0], Buffers(device), set(device.pipelines)
     try:
         default = _Candidate(buffers, d, target, choices[0])
-        inputs = default.draw()
-        default.write(inputs)
-        wanted = default.results()
-        changed = {name: inputs[name] for name, _ in d.bound("writes", "adds")}
+        arrays = default.draw()
+        default.write(arrays)
+        arrays = {name: arrays[name] for name, _ in d.bound("writes", "adds")}
         candidates = [default]
         for choice in choices[1:]:
             try:
                 candidate = _Candidate(buffers, d, target, choice)
-                candidate.write(changed)  # all of them have the same tensors
-                if _same(wanted, candidate.results()):
-                    candidates.append(candidate)
+                warm_up(candidate.encoder, "forward", seconds=0)
+                candidates.append(candidate)
             except (KernelCompileError, ShapeError, DeviceError):
                 continue  # more than this adapter allows
-        measured = len(candidates)
+        refused = len(choices) - len(candidates)
         # in turns, so that a change of clock meets all of them alike
         warm_up(default.encoder, "forward", seconds=0.1)
-        samples: dict[_Candidate, list[float]] = {c: [c.sample()] for c in candidates}
-        bound = _HOPELESS * min(s[0] for s in samples.values())
-        candidates = [c for c in candidates if c is default or samples[c][0] <= bound]
+        for c in candidates:
+            c.sample()
+        bound = _HOPELESS * default.median
+        candidates = [c for c in candidates if c is default or c.median <= bound]
         for _ in range(_ROUNDS - 1):
             for c in candidates:
-                samples[c].append(c.sample())
+                c.sample()
+        best, wrong = _fastest_right(default, candidates, arrays)
     finally:
         buffers.free()
-    medians = {c: max(float(np.median(samples[c])), 1e-9) for c in candidates}
-    best = min(candidates, key=lambda c: medians[c])
-    if medians[best] > (1 - LEAST_GAIN) * medians[default]:
-        best = default
+        for source in device.pipelines.keys() - known:
+            del device.pipelines[source]
     return Tuned(
         key=d.key,
-        default=medians[default],
-        best=medians[best],
+        default=default.median,
+        best=best.median,
         choices=None if best is default else best.choices,
-        measured=measured,
-        refused=len(choices) - measured,
+        measured=len(choices) - refused - wrong,
+        refused=refused + wrong,
         dispatches=len(group),
     )
 
 
+def _fastest_right(
+    default: _Candidate, candidates: Sequence[_Candidate], arrays: Mapping[str, Array]
+) -> tuple[_Candidate, int]:
+    """The fastest that saves enough and gives the default's results, or the default; and how many
+    before it did not.
+
+    arrays   what all begin with, of the tensors that they change. To read and compare results may
+             take far longer than to time them, so that only what would win is checked
+    """
+    enough = (1 - LEAST_GAIN) * default.median
+    contenders = sorted((c for c in candidates if c.median <= enough), key=lambda c: c.median)
+    wanted: Mapping[str, Array] = {}
+    for wrong, contender in enumerate(contenders):
+        wanted = wanted or _results(default, arrays)
+        if _same(wanted, _results(contender, arrays)):
+            return contender, wrong
+    return default, len(contenders)
+
+
+def _results(candidate: _Candidate, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    candidate.write(arrays)
+    return candidate.results()
+
+
 def _same(wanted: Mapping[str, Array], got: Mapping[str, Array]) -> bool:
     """Whether results agree. What a kernel leaves untouched is the same input in both."""
-    found = (deviation(wanted[name], got[name]) for name in wanted)
-    return all(d.error <= d.allowed for d in found)
+    for name, array in wanted.items():
+        if not np.array_equal(array, got[name]):  # fast; by the same order of sums they are equal
+            found = deviation(array, got[name])
+            if found.error > found.allowed:
+                return False
+    return True
