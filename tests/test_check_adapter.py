@@ -80,6 +80,13 @@ def test_no_adapter(report, monkeypatch, capsys):
     assert "no WebGPU adapter was found" in capsys.readouterr().err
 
 
+def test_kernels_that_match_nothing_are_named(report, capsys):
+    assert report("--kernels=no_such_kernel") == (2, "")
+    error = capsys.readouterr().err
+    assert "--kernels no_such_kernel matches none of adamw, " in error
+    assert "scan_backward, " in error
+
+
 def test_no_tests_are_no_success(report, monkeypatch):
     commands(monkeypatch)
     part = check_adapter.suite(0, "no_such_kernel")

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import wgsl_train
 from wgsl_train.device import AdapterInfo, list_adapters, no_adapter
+from wgsl_train.kernel import KERNELS
+from wgsl_train.ops import load_all
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 3600.0  # seconds a part may take
@@ -151,6 +153,15 @@ def main() -> int:
     if not rows:
         print(no_adapter(), file=sys.stderr)
         return 2
+    if options.kernels:
+        look = ("pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-k", options.kernels)
+        if run(rows[0].index, *look, SUITE)[0]:
+            load_all()
+            print(
+                f"--kernels {options.kernels} matches none of {', '.join(sorted(KERNELS))}",
+                file=sys.stderr,
+            )
+            return 2
     text = [
         "# Adapter report",
         "",
