@@ -97,7 +97,7 @@ def test_render_tells_the_place_of_each_line(tool):
     assert "rms_norm_forward" in head
     assert "rows=70 d_model=256" in head
     assert choices.startswith("// discrete: eps=0.001 ")
-    assert choices.endswith(" workgroup=256 lanes=32")
+    assert choices.endswith(" workgroup=256 lanes=32 held=2")
     numbers, places, codes = zip(
         *(re.fullmatch(r" *(\d+)  (\S+) +(.*)", line).groups() for line in lines), strict=True
     )
@@ -117,7 +117,7 @@ def test_render_tells_the_place_of_each_line(tool):
     [
         (["rms_norm_forwrd"], "has no 'rms_norm_forwrd'; did you mean 'rms_norm_forward'?"),
         (["rms_norm_forward", "d_modl=3"], "has no 'd_modl'; did you mean 'd_model'?"),
-        (["rms_norm_forward", "eps=x"], "shaders/rms_norm_forward.wgsl:22:"),
+        (["rms_norm_forward", "eps=x"], "shaders/rms_norm_forward.wgsl:32:"),
     ],
 )
 def test_render_refuses(tool, args, told):
@@ -135,9 +135,9 @@ def test_render_refuses(tool, args, told):
 @pytest.mark.parametrize(
     "old, new, name, place, told",
     [
-        (LINE, LINE.replace("a;", "aa;"), "rms_norm_forward", "rms_norm_forward.wgsl:20:24", "no def"),
-        (LINE, LINE.replace(";", ""), "rms_norm_forward", "rms_norm_forward.wgsl:21:5", "expected `;`"),
-        ("+ {{ eps | f32 }}", "+ {{ rows }}u", "rms_norm_forward", "rms_norm_forward.wgsl:22:29", "invalid"),
+        (LINE, LINE.replace("a;", "aa;"), "rms_norm_forward", "rms_norm_forward.wgsl:29:24", "no def"),
+        (LINE, LINE.replace(";", ""), "rms_norm_forward", "rms_norm_forward.wgsl:30:5", "expected `;`"),
+        ("+ {{ eps | f32 }}", "+ {{ rows }}u", "rms_norm_forward", "rms_norm_forward.wgsl:32:29", "invalid"),
         ("return value;", "return valu;", "include/lane_reduce", "include/lane_reduce.wgsl:6:81", "no def"),
     ],
 )  # fmt: skip
