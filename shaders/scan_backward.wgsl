@@ -13,19 +13,7 @@ fn partial_row(batch_index: u32, block: u32, t: u32, row: u32) -> u32 {
     return {{ carried // 4 }}u + ((batch_index * seqlen + t) * {{ blocks }}u + block) * {{ 2 * groups }}u + row % {{ 2 * groups }}u;
 }
 
-// du and ddt of a step, given what the states add up to.
-fn finish(batch_index: u32, t: u32, channel: u32, slot: u32, sum: f32, D: f32) {
-    if (t < seqlen && channel < d_inner) {
-        let i = (batch_index * seqlen + t) * d_inner + channel;
-        if (slot == 0u) {
-            du_ddt[i] = sum + D * {{ load("dy", "i") }};
-        } else {
-            du_ddt[plane + i] = sum * softplus_slope({{ "abs(delta[i])" if resets else "delta[i]" }});
-        }
-    }
-}
-
-$$ if subgroup
+$$ if wide
 {$ include "include/scan_backward_subgroup.wgsl" $}
 $$ else
 {$ include "include/scan_backward_lanes.wgsl" $}

@@ -15,6 +15,18 @@ $$ if lane_groups > 1
 var<workgroup> products: array<f32, {{ 2 * span * workgroup }}>;
 $$ endif
 
+// du and ddt of a step, given what the states add up to.
+fn finish(batch_index: u32, t: u32, channel: u32, slot: u32, sum: f32, D: f32) {
+    if (t < seqlen && channel < d_inner) {
+        let i = (batch_index * seqlen + t) * d_inner + channel;
+        if (slot == 0u) {
+            du_ddt[i] = sum + D * {{ load("dy", "i") }};
+        } else {
+            du_ddt[plane + i] = sum * softplus_slope({{ "abs(delta[i])" if resets else "delta[i]" }});
+        }
+    }
+}
+
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(local_invocation_index) lane: u32) {
     let own = lane % {{ channels }}u;

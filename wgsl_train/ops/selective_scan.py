@@ -72,9 +72,10 @@ def _by_subgroup(target: Target, groups: int) -> bool:
     return target.kind == "cpu" and target.lanes == 8 and groups <= 4
 
 
-def _backward_channels(target: Target, groups: int) -> int:
-    """Channels whose dB and dC are summed at once; two for each lane of a subgroup."""
-    return 16 if _by_subgroup(target, groups) else _channels(target, groups)
+def _by_fours(target: Target, v: Values) -> bool:
+    """Whether, besides, a lane takes four neighbouring channels whole: loads and stores are dear on
+    a CPU, and cheapest by fours."""
+    return _by_subgroup(target, _groups(v["d_state"])) and v["d_inner"] % 4 == 0
 
 
 def _lanes(target: Target, v: Values) -> dict[str, int]:
@@ -93,23 +94,17 @@ def _lanes(target: Target, v: Values) -> dict[str, int]:
 
 
 def _forward_lanes(target: Target, v: Values) -> dict[str, int]:
-    """Choices for scan_forward: `_lanes`, or wide: a lane takes four channels whole."""
-    choices = _lanes(target, v)
-    wide = choices["subgroup"] and v["d_inner"] % 4 == 0
-    if not wide:
-        return {**choices, "wide": 0}
-    return {**choices, "wide": 1, "workgroup": choices["channels"] // 4}
-
-
-def _wide(v: Values) -> tuple[str, ...]:
-    return ("u", "delta", "xz", "gy") if v["wide"] else ()
+    """Choices for scan_forward. wide: a lane takes four channels."""
+    choices, wide = _lanes(target, v), _by_fours(target, v)
+    return {**choices, "wide": 1, "workgroup": 8} if wide else {**choices, "wide": 0}
 
 
 def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
     """Choices for scan_backward: `kept` steps in registers, `span` steps in workgroup memory."""
     groups, cpu = _groups(v["d_state"]), target.kind == "cpu"
-    if _by_subgroup(target, groups) and v["channels"] % 8 == 0:
+    if _by_fours(target, v) and v["channels"] == 32:
         return {
+            "wide": 1,
             "subgroup": 1,
             "workgroup": 8,
             "kept": _divisor(v["chunk"], 2),
@@ -118,6 +113,7 @@ def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
     quads = _divisor(groups, 4 if cpu else 2)
     kept = _divisor(v["chunk"], 2 if cpu else max(8, v["chunk"] // 32))
     return {
+        "wide": 0,
         "subgroup": 0,
         "quads": quads,
         "workgroup": v["channels"] * groups // quads,
@@ -130,6 +126,10 @@ def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
 def _ragged(v: Values, channels: int) -> int:
     """Whether some lanes or steps lie outside."""
     return int(v["seqlen"] % v["chunk"] > 0 or v["d_inner"] % channels > 0)
+
+
+def _wide(v: Values, *bindings: str) -> tuple[str, ...]:
+    return bindings if v["wide"] else ()
 
 
 def _packed(v: Values) -> tuple[str, ...]:
@@ -227,7 +227,13 @@ FORWARD = Kernel(
     options={**_SHAPE, "started": False, "discretization": "euler"},
     choose=_forward_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
-    vec4=lambda v: ("AD", "chunk_states", "state", *_packed(v), *_wide(v)),
+    vec4=lambda v: (
+        "AD",
+        "chunk_states",
+        "state",
+        *_packed(v),
+        *_wide(v, "u", "delta", "xz", "gy"),
+    ),
     half=frozenset({"u", "xz", "gy"}),
     flops=lambda v: 7 * _steps(v),
     traffic=lambda v: _traffic(v, "u", "delta", "xz", *["gy"] * v["outputs"]),
@@ -277,7 +283,13 @@ BACKWARD = Kernel(
     },
     choose=_backward_lanes,
     grid=lambda v: (ceil_div(v["d_inner"], v["channels"]), v["segments"], v["batch"]),
-    vec4=lambda v: ("AD", "chunk_states", "partials", *_packed(v)),
+    vec4=lambda v: (
+        "AD",
+        "chunk_states",
+        "partials",
+        *_packed(v),
+        *_wide(v, "u", "delta", "dy", "du_ddt"),
+    ),
     half=frozenset({"u", "dy"}),
     flops=lambda v: 18 * _steps(v),
 )
@@ -374,7 +386,7 @@ def selective_scan(
             )
     chunk = chunk or (CHUNK // 2 if plan.target.kind == "cpu" else CHUNK)
     chunk = min(chunk, 1 << (seqlen - 1).bit_length())
-    channels = _backward_channels(plan.target, groups)
+    channels = _channels(plan.target, groups)
     chunks, blocks = ceil_div(seqlen, chunk), ceil_div(d_inner, channels)
     resets = documents is not None
     shape: dict[str, Any] = {
