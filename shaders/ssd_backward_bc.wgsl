@@ -7,7 +7,7 @@ $$ set per_head = ceil_div(head_dim, tile_k) * tile_k
 $$ set part_heads = n_heads // (n_groups * shares)
 $$ set depth = part_steps + (part_heads * per_head if "states" in bound else 0)
 $$ set lines_m, lines_n, more, row_sums = chunk, d_state, none, false
-$$ set a, b = {"along": "k", "own": true, "weighed": true}, {"along": "k", "own": true}
+$$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": true}, {"along": "k", "own": true}
 $$ set products = 2 * batch * chunks * n_groups * shares
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
 {$ include "include/ssd.wgsl" $}
@@ -25,35 +25,33 @@ fn begin(product: u32, first_row: u32) {
     own_head = own_group * {{ n_heads // n_groups }}u + own_share * {{ part_heads }}u; // the first
 }
 
-fn score(t: u32, s: u32) -> f32 {
-    var sum = 0.0;
+fn score_four(t: u32, s: u32) -> vec4f {
+    var sum = vec4f();
 $$ for part in range(splits)
-    sum += dscores[(((({{ part }}u * batch + own_sequence) * chunks + own_chunk) * {{ n_groups }}u + own_group) * chunk + t) * chunk + s];
+    sum += dscores[((((({{ part }}u * batch + own_sequence) * chunks + own_chunk) * {{ n_groups }}u + own_group) * chunk + t) * chunk + s) / 4u];
 $$ endfor
     return sum;
 }
 
-fn load_a(t: u32, k: u32) -> vec4f {
+fn load_a_block(t: u32, k: u32) -> mat4x4f {
     if (k < {{ part_steps }}u) {
         let first = own_share * {{ own_steps }}u + k;
-        let d = vec4u({$ for j in range(4) $}{{ "min(first + " ~ j ~ "u, chunk - 1u)" }}{{ ", " if j < 3 }}{$ endfor $});
-        let row = min(t, chunk - 1u);
-        var values: vec4f;
+        if (first >= chunk{{ " || k >= " ~ own_steps ~ "u" if own_steps < part_steps }}) { return mat4x4f(); }
         if (of_B) {
-            values = vec4f(score(d.x, row), score(d.y, row), score(d.z, row), score(d.w, row));
-        } else {
-            values = vec4f(score(row, d.x), score(row, d.y), score(row, d.z), score(row, d.w));
+            return transpose(mat4x4f({$ for j in range(4) $}score_four(first + {{ j }}u, t){{ ", " if j < 3 }}{$ endfor $}));
         }
-        return select(vec4f(), values, first < chunk{{ " && k < " ~ own_steps ~ "u" if own_steps < part_steps }});
+        return mat4x4f({$ for j in range(4) $}score_four(t + {{ j }}u, first){{ ", " if j < 3 }}{$ endfor $});
     }
 $$ if "states" in bound
     let p = (k - {{ part_steps }}u) % {{ per_head }}u;
     let head = own_head + (k - {{ part_steps }}u) / {{ per_head }}u;
     let count = {{ head_dim }} - i32(p);
-    if (of_B) { return xBC_four(row_of(t) * d_xBC + head * {{ head_dim }}u + p, count); }
-    return dy_four((row_of(t) * n_heads + head) * {{ head_dim }}u + p, count);
+    if (of_B) {
+        return mat4x4f({$ for j in range(4) $}xBC_four(row_of(t + {{ j }}u) * d_xBC + head * {{ head_dim }}u + p, count){{ ", " if j < 3 }}{$ endfor $});
+    }
+    return mat4x4f({$ for j in range(4) $}dy_four((row_of(t + {{ j }}u) * n_heads + head) * {{ head_dim }}u + p, count){{ ", " if j < 3 }}{$ endfor $});
 $$ else
-    return vec4f();
+    return mat4x4f();
 $$ endif
 }
 

@@ -1,13 +1,13 @@
 // out[t] = exp(cum[t]) C[t] states + sum over s < t of scores[t, s] exp(cum[t] - cum[s]) delta[s] x[s], states those at the chunk's
 // start; skip[t] = D + scores[t, t] delta[t]. With dy bound in reverse: out[s] = exp(cum[last] - cum[s]) B[s] states + sum over
-// t > s of scores[s, t] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end
+// t > s of scores[t, s] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end
 $$ set strict, reverse = true, "dy" in bound
 $$ set from_state = ceil_div(d_state, tile_k) * tile_k if "states" in bound else 0
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, head_dim, from_state + chunk, none, false
 $$ set first_row = "min(tile.x * " ~ tile_m ~ "u, " ~ chunk ~ "u)"
 $$ set steps = chunk ~ "u - " ~ first_row if reverse else "min(" ~ first_row ~ " + " ~ tile_m ~ "u, " ~ chunk ~ "u)"
 $$ set until = from_state ~ "u + " ~ steps
-$$ set a, b = {"along": "k", "own": true, "weighed": true}, {"along": "lines", "own": true}
+$$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": true}, {"along": "lines", "own": true}
 $$ set needs = true
 $$ set products = batch * chunks * n_heads
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
@@ -29,15 +29,20 @@ fn score_index(t: u32, s: u32) -> u32 {
     return (((own_sequence * chunks + own_chunk) * n_groups + own_group) * chunk + t) * chunk + s;
 }
 
-fn load_a(t: u32, k: u32) -> vec4f {
+fn load_a_block(t: u32, k: u32) -> mat4x4f {
 $$ if "states" in bound
     if (k < {{ from_state }}u) {
-        return xBC_four(row_of(t) * d_xBC + {{ start }}u + own_group * {{ d_state }}u + k, {{ d_state }} - i32(k));
+        let column = {{ start }}u + own_group * {{ d_state }}u + k;
+        return mat4x4f({$ for j in range(4) $}xBC_four(row_of(t + {{ j }}u) * d_xBC + column, {{ d_state }} - i32(k)){{ ", " if j < 3 }}{$ endfor $});
     }
 $$ endif
     let s = first_step + k - {{ from_state }}u;
-    if (s >= chunk) { return vec4f(); }
-    return scores[score_index(t, s) / 4u];
+    if (s >= chunk) { return mat4x4f(); }
+$$ if reverse
+    return transpose(mat4x4f({$ for j in range(4) $}scores[score_index(s + {{ j }}u, t) / 4u]{{ ", " if j < 3 }}{$ endfor $}));
+$$ else
+    return mat4x4f({$ for j in range(4) $}scores[score_index(t + {{ j }}u, s) / 4u]{{ ", " if j < 3 }}{$ endfor $});
+$$ endif
 }
 
 fn weigh_a(t: u32, k: u32, values: vec4f) -> vec4f {

@@ -1,4 +1,4 @@
-// scores[t, s] = sum over d_state of C[t] B[s], for the steps of a chunk and each group; in reverse of B[t] C[s]
+// scores[t, s] = sum over d_state of C[t] B[s], for the steps of a chunk and each group
 $$ set n_heads, planes, strict = n_groups, 2, false
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, d_state, none, false
 $$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
@@ -14,11 +14,11 @@ fn begin(product: u32, first_row: u32) {
 }
 
 fn load_a(t: u32, n: u32) -> vec4f {
-    return xBC_four(row_of(t) * d_xBC + {{ B_start if reverse else C_start }}u + own_group * {{ d_state }}u + n, {{ d_state }} - i32(n));
+    return xBC_four(row_of(t) * d_xBC + {{ C_start }}u + own_group * {{ d_state }}u + n, {{ d_state }} - i32(n));
 }
 
 fn load_b(s: u32, n: u32) -> vec4f {
-    return xBC_four(row_of(s) * d_xBC + {{ C_start if reverse else B_start }}u + own_group * {{ d_state }}u + n, {{ d_state }} - i32(n));
+    return xBC_four(row_of(s) * d_xBC + {{ B_start }}u + own_group * {{ d_state }}u + n, {{ d_state }} - i32(n));
 }
 
 {$ include "include/matmul.wgsl" $}

@@ -29,7 +29,7 @@ class Dual:
         given = {"xBC": xBC}
         given |= oracle.ssd_prepare(zxbcdt, dt_bias, A_log, self.documents, self.dt_cum, self.limit)
         scores = np.zeros(self.score_shape)
-        scores = oracle.ssd_scores(xBC, scores, v["d_state"], False)["scores"]
+        scores = oracle.ssd_scores(xBC, scores, v["d_state"])["scores"]
         own = oracle.ssd_states(
             **given, dy=None, states=self.states, n_groups=v["n_groups"], skip=""
         )
@@ -57,14 +57,19 @@ class Dual:
             **self.norm,
         )
         given = {"xBC": xBC, "dt_cum": dt_cum, "dy": norm["dout"]}
-        reverse = oracle.ssd_scores(xBC, np.zeros(self.score_shape), v["d_state"], True)["scores"]
         own = oracle.ssd_states(**given, states=self.states, n_groups=v["n_groups"], skip="")
         dots = np.zeros((*self.states.shape[:3], v["blocks"]))
         back = oracle.ssd_combine(
             dt_cum, saved["states"], saved["state"], dfinal, own["states"], state, dots, True
         )
         du = oracle.ssd_output(
-            **given, scores=reverse, states=back["states"], D=None, out=xBC, skip=None, **sizes
+            **given,
+            scores=saved["scores"],
+            states=back["states"],
+            D=None,
+            out=xBC,
+            skip=None,
+            **sizes,
         )["out"]
         dscores = oracle.ssd_backward_scores(
             **given, dscores=np.zeros((1, *self.score_shape)), **sizes

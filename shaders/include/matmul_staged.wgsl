@@ -55,7 +55,11 @@ fn place_{{ side }}(block: u32) -> vec2u {
 }
 fn fetch_{{ side }}(block: u32, first: u32, first_k: u32) -> mat4x4f {
     let at = place_{{ side }}(block) * 4u + vec2u(first, first_k);
+$$ if t.blocks is defined
+    return {{ "transpose" if turns and t.weighed is not defined }}(load_{{ side }}_block(at.x, at.y));
+$$ else
     return {{ "transpose" if turns and t.weighed is not defined }}(mat4x4f({$ for j in range(4) $}load_{{ side }}({{ at_line(j, t.along) }}){{ ", " if j < 3 }}{$ endfor $}));
+$$ endif
 }
 fn keep_{{ side }}(block: u32, first: u32, first_k: u32, fetched: mat4x4f) {
     let place = place_{{ side }}(block);

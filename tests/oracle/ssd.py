@@ -162,18 +162,17 @@ def ssd_prepare(zxbcdt, dt_bias, A_log, documents, dt_cum, limit):
 
 SCORES_CASES = (
     case(**dims()),
-    case(**dims(d_state=7, chunk=8, seqlen=5), reverse=True),
+    case(**dims(d_state=7, chunk=8, seqlen=5)),
     case(**PACKED),
 )
 
 
 @oracle(*SCORES_CASES)
-def ssd_scores(xBC, scores, d_state, reverse):
+def ssd_scores(xBC, scores, d_state):
     chunk, n_groups = scores.shape[-1], scores.shape[2]
     B, C = np.split(into_chunks(xBC[..., -2 * n_groups * d_state :], chunk), 2, -1)
     shape = (*B.shape[:3], n_groups, d_state)
-    left, right = (B, C) if reverse else (C, B)
-    return {"scores": np.einsum("bctgn,bcsgn->bcgts", left.reshape(shape), right.reshape(shape))}
+    return {"scores": np.einsum("bctgn,bcsgn->bcgts", C.reshape(shape), B.reshape(shape))}
 
 
 @oracle(
@@ -280,7 +279,7 @@ def ssd_output(xBC, dt_cum, scores, states, D, dy, out, skip, d_state, head_dim)
         result = np.einsum("bchts,bcshp->bcthp", weights, c.x)
         carried, vectors = c.left_of_start, c.C
     else:
-        result = np.einsum("bchst,bchts,bcthp->bcshp", scores, c.strictly, c.dy)
+        result = np.einsum("bchts,bchts,bcthp->bcshp", scores, c.strictly, c.dy)
         carried, vectors = c.left_at_end, c.B
     if states is not None:
         result += np.einsum("bcht,bcthn,bchnp->bcthp", carried, vectors, states)

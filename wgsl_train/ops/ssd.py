@@ -193,7 +193,7 @@ SCORES = Kernel(
     "ssd_scores",
     reads={"xBC": "batch seqlen d_xBC"},
     writes={"scores": "batch chunks n_groups chunk chunk"},
-    options={"d_state": 1, "reverse": False},
+    options={"d_state": 1},
     choose=_choose(_chunk_groups, "chunk", "chunk"),
     alternatives=_alternatives,
     grid=_products(_chunk_groups, "chunk", "chunk"),
@@ -394,6 +394,7 @@ BACKWARD_BC = Kernel(
     grid=_products(_sides, "chunk", "d_state"),
     vec4=_vec4(
         "dt_cum",
+        "dscores",
         xBC=_XBC,
         dy=("head_dim",),
         states=("head_dim",),
@@ -587,8 +588,6 @@ def ssd(
             **norm,
         )
         given = {"xBC": xBC, "dt_cum": dt_cum, "dy": dy}
-        reverse = plan.tensor(f"{name}.reverse_scores", score_shape)
-        plan.dispatch(SCORES, xBC=xBC, scores=reverse, d_state=d_state, reverse=True)
         dstates = dots = None
         if states:
             dstates = plan.tensor(f"{name}.dstates", state_shape)
@@ -608,7 +607,7 @@ def ssd(
                 dots=dots,
                 reverse=True,
             )
-        plan.dispatch(OUTPUT, **given, scores=reverse, states=dstates, out=dxBC, **sizes)
+        plan.dispatch(OUTPUT, **given, scores=scores, states=dstates, out=dxBC, **sizes)
         # the heads of a group are dealt out where there are few products
         wanted = WORKGROUPS.get(kind, WORKGROUPS["portable"])
         splits = _divisor(n_heads // n_groups, ceil_div(wanted, 2 * batch * chunks * n_groups))
