@@ -30,10 +30,17 @@ $$ if apart
 $$ endif
 $$ endfor
     // dx of a timestep needs dpre of the {{ halo }} after it: the walk goes on past the run's end.
+$$ for j in range(unroll)
+    var next_a{{ j }} = {{ load("x", "x_at(own.sequence, own.start + " ~ j ~ "u, own.c)") }};
+    var next_g{{ j }} = {{ load("du", "u_at(own.sequence, own.start + " ~ j ~ "u, own.c)") }};
+$$ endfor
     for (var t = own.start; t < own.stop + {{ halo }}u; t += {{ unroll }}u) {
 $$ for j in range(unroll)
-        let a{{ halo + j }} = {{ load("x", "x_at(own.sequence, t + " ~ j ~ "u, own.c)") }};
-        let g{{ j }} = {{ load("du", "u_at(own.sequence, t + " ~ j ~ "u, own.c)") }};
+        let a{{ halo + j }} = next_a{{ j }};
+        let g{{ j }} = next_g{{ j }};
+        // These arrive while this round computes.
+        next_a{{ j }} = {{ load("x", "x_at(own.sequence, t + " ~ (unroll + j) ~ "u, own.c)") }};
+        next_g{{ j }} = {{ load("du", "u_at(own.sequence, t + " ~ (unroll + j) ~ "u, own.c)") }};
 $$ if apart
         let of{{ halo + j }} = document_at(own.sequence, i32(t) + {{ j }});
 $$ endif

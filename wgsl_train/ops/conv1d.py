@@ -109,8 +109,12 @@ BACKWARD = Kernel(
     writes={"dx": "batch seqlen x_stride", "partials?": "n_partials"},
     # run: timesteps of a lane, and of a partial sum
     options={"x_start": 0, "run": 64, "weight_stride": 0, "bias_stride": 0},
-    choose=by_kind({"workgroup": 64, "unroll": 4}),
-    alternatives=lambda target, v: _ALTERNATIVES,
+    choose=by_kind({"workgroup": 64, "unroll": 3}, cpu={"workgroup": 64, "unroll": 4}),
+    alternatives=lambda target, v: [
+        {"workgroup": workgroup, "unroll": unroll}
+        for workgroup in (64, 128)
+        for unroll in (2, 3, 4)
+    ],
     grid=_grid,
     vec4=lambda v: ("du", "x", "bias", "state", "dx") if _packed(v) else (),
     u32=frozenset({"documents"}),
