@@ -5,12 +5,12 @@ $$ set b = {"name": "x", "stride": x_stride, "start": x_start, "along": "lines"}
 $$ set out_type, width = ("vec4f", 4) if "dweight" in vec4 else ("f32", 1)
 {$ include "include/matmul.wgsl" $}
 
-fn finish(o: u32, i: u32, sum: {{ out_type }}) {
+fn {{ joined | default("") }}finish(o: u32, i: u32, sum: {{ out_type }}) {
     if (o >= d_out || i >= d_in) { return; }
     {{ add("dweight", "(o * d_in + i) / " ~ width ~ "u", "sum") }}
 }
 $$ if row_sums
-fn finish_row_sum(o: u32, sum: f32) {
+fn {{ joined | default("") }}finish_row_sum(o: u32, sum: f32) {
     if (o >= d_out) { return; }
     {{ add("dbias", "o", "sum") }}
 }

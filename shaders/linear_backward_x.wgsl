@@ -8,7 +8,7 @@ $$ set scaled = "sum" if scale == 1.0 else "sum * " ~ (scale | f32)
 $$ set out_type, width = ("vec4f", 4) if "dx" in vec4 else ("f32", 1)
 {$ include "include/matmul.wgsl" $}
 
-fn finish(r: u32, i: u32, sum: {{ out_type }}) {
+fn {{ joined | default("") }}finish(r: u32, i: u32, sum: {{ out_type }}) {
     if (r >= rows || i >= d_in) { return; }
     {{ add("dx", "(r * dx_stride + " ~ dx_start ~ "u + i) / " ~ width ~ "u", scaled) }}
 }

@@ -126,8 +126,18 @@ def test_frozen_parameters_get_no_gradient():
         assert "linear_backward_x" in names
 
 
-def test_a_first_contribution_must_cover_all_columns():
-    plan, x = small_plan()
+def test_a_cpu_makes_both_gradients_in_one_dispatch():
+    for trainable, expected in ((True, ["linear_backward"]), (False, ["linear_backward_x"])):
+        plan, x = small_plan(trainable, Target(kind="cpu"))
+        out = linear(plan, Columns(x, 2, 4), plan.param("w"), plan.param("b"))
+        plan._written[plan.grad(out)] = plan._written[plan.grad(x)] = [(0, out.size)]
+        plan.backward()
+        assert [d.kernel.name for d in plan.sections["backward"]] == expected
+
+
+@pytest.mark.parametrize("kind", ["portable", "cpu"])
+def test_a_first_contribution_must_cover_all_columns(kind):
+    plan, x = small_plan(target=Target(kind=kind))
     out = linear(plan, Columns(x, 2, 4), plan.param("w"))
     plan._written[plan.grad(out)] = [(0, out.size)]
     with pytest.raises(ShapeError, match="first contribution in only 4 of 6 columns"):

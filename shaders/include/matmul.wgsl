@@ -13,7 +13,8 @@
 // four rows and the columns from these on have anything to sum in 16 k from this one on. until (WGSL): where the walk ends,
 // if before the depth's end. products: it makes so many products of these sizes, and defines begin(product, first_row), which is
 // called first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col,
-// k / per_fold), a vec4f for 4 neighbouring columns.
+// k / per_fold), a vec4f for 4 neighbouring columns. joined, for kernels that make two such products, straight from storage: names of
+// functions here and there begin with it, and main is theirs, which calls <joined>product(group, thread), a workgroup's part.
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
 $$ set seam = ceil_div(depth, tile_k) * tile_k
@@ -28,7 +29,10 @@ $$ else
 $$ set part, from_k, to_k = "", "0u", until if until is defined else end ~ "u"
 $$ endif
 $$ set sums = "s" if per_fold is defined else "c"
+$$ set mine = joined if joined is defined else ""
+$$ if joined is not defined
 {$ include "include/group_index.wgsl" $}
+$$ endif
 
 $$ set pairs = [("a", a, depth), ("b", b, depth)] + ([("more_a", more.a, more.depth), ("more_b", more.b, more.depth)] if more else [])
 $$ for side, t, length in pairs if t.own is not defined
@@ -38,9 +42,9 @@ $$ if dtype != "f32"
 $$ endif
 // Four neighbours in memory from (line, k) on; zeros where k is past the end. A line past the end only reaches sums that
 // are not kept, so it may hold anything.
-fn load_{{ side }}(line: u32, k: u32) -> vec4f {
+fn {{ mine }}load_{{ side }}(line: u32, k: u32) -> vec4f {
 $$ if more and side in ("a", "b")
-    if (k >= {{ seam }}u) { return load_more_{{ side }}(line, k - {{ seam }}u); }
+    if (k >= {{ seam }}u) { return {{ mine }}load_more_{{ side }}(line, k - {{ seam }}u); }
 $$ endif
 $$ set ends_whole = t.along == "lines" or aligned
 $$ if length % tile_k and ends_whole
@@ -63,7 +67,7 @@ $$ endif
 $$ endfor
 
 // The tile of a workgroup: {{ swizzle }} along m, then the next along n, so that workgroups that run together share operands.
-fn tile_index(group: u32) -> vec2u {
+fn {{ mine }}tile_index(group: u32) -> vec2u {
     let first = group / {{ swizzle * tiles_n }}u * {{ swizzle }}u;
     let height = clamp({{ tiles_m }}u - first, 1u, {{ swizzle }}u);
     let rest = group % {{ swizzle * tiles_n }}u;

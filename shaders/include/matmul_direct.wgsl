@@ -1,19 +1,24 @@
 // matmul.wgsl straight from storage, for CPUs, where loads cost by the element and workgroup memory is no nearer. A thread owns
 // thread_m rows; the columns are common to all. {{ lanes }} threads, a subgroup, share the loads of b and broadcast them.
 $$ set loads_b = thread_n // lanes
-{$ macro loaded_a(line, k, value=none) $}{{ "weigh_a(" ~ line ~ ", " ~ k ~ ", " if a.weighed is defined }}{{ value or "load_a(" ~ line ~ ", " ~ k ~ ")" }}{{ ")" if a.weighed is defined }}{$ endmacro $}
-{$ macro loaded_b(line, k) $}{{ "weigh_b(" ~ line ~ ", " ~ k ~ ", " if b.weighed is defined }}load_b({{ line }}, {{ k }}){{ ")" if b.weighed is defined }}{$ endmacro $}
+{$ macro loaded_a(line, k, value=none) $}{{ "weigh_a(" ~ line ~ ", " ~ k ~ ", " if a.weighed is defined }}{{ value or mine ~ "load_a(" ~ line ~ ", " ~ k ~ ")" }}{{ ")" if a.weighed is defined }}{$ endmacro $}
+{$ macro loaded_b(line, k) $}{{ "weigh_b(" ~ line ~ ", " ~ k ~ ", " if b.weighed is defined }}{{ mine }}load_b({{ line }}, {{ k }}){{ ")" if b.weighed is defined }}{$ endmacro $}
 {$ macro row_at(i) $}{{ "row0 + " ~ i ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + " ~ 4 * g ~ "u" }}{$ endmacro $}
 
+$$ if joined is defined
+fn {{ mine }}product(group: u32, thread: u32) {
+$$ else
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) thread: u32) {
+    let group = group_index(wid, groups);
+$$ endif
 $$ if products is defined
-    let product = product_index(group_index(wid, groups));
-    let tile = product_tile(group_index(wid, groups));
+    let product = product_index(group);
+    let tile = product_tile(group);
     begin(product, tile.x * {{ tile_m }}u);
 $$ else
-    let tile = tile_index(group_index(wid, groups));
+    let tile = {{ mine }}tile_index(group);
 $$ endif
     let row0 = tile.x * {{ tile_m }}u + thread * {{ thread_m }}u;
     let col0 = tile.y * {{ tile_n }}u;
@@ -89,7 +94,7 @@ $$ endfor
 $$ if row_sums
     if (tile.y == 0u) {
 $$ for i in range(thread_m)
-        finish_row_sum({{ part }}row0 + {{ i }}u, row_sum{{ i }});
+        {{ mine }}finish_row_sum({{ part }}row0 + {{ i }}u, row_sum{{ i }});
 $$ endfor
     }
 $$ endif

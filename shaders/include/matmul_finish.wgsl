@@ -1,8 +1,8 @@
 // Hands the sums of row i and column group g of matmul.wgsl to finish(), whole or by element.
 $$ if out_type == "vec4f"
-    finish({{ part }}{{ row_at(i) }}, {{ col_at(g) }}, {{ sums }}{{ i }}_{{ g }});
+    {{ mine }}finish({{ part }}{{ row_at(i) }}, {{ col_at(g) }}, {{ sums }}{{ i }}_{{ g }});
 $$ else
 $$ for j in range(4)
-    finish({{ part }}{{ row_at(i) }}, {{ col_at(g) }} + {{ j }}u, {{ sums }}{{ i }}_{{ g }}.{{ "xyzw"[j] }});
+    {{ mine }}finish({{ part }}{{ row_at(i) }}, {{ col_at(g) }} + {{ j }}u, {{ sums }}{{ i }}_{{ g }}.{{ "xyzw"[j] }});
 $$ endfor
 $$ endif

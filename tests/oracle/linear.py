@@ -119,6 +119,25 @@ def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
     return grads if dbias is None else grads | {"dbias": dout.sum(0)}
 
 
+UNEQUAL = {"x_tile_m": 64, "x_tile_n": 16, "x_thread_m": 4, "x_thread_n": 16, "weight_tile_m": 128, "weight_tile_n": 8, "weight_thread_m": 8, "weight_thread_n": 8, "tile_k": 4, "swizzle": 2, "lanes": 1, "workgroup": 16}  # fmt: skip
+
+
+@oracle(
+    case(rows=37, d_out=45, d_in=33, dout_stride=45, x_stride=33, dx_stride=33),
+    case(("dbias",), rows=70, d_out=24, d_in=40, dout_stride=80, dout_start=24, x_stride=48, x_start=8, dx_stride=80, dx_start=24),
+    case(rows=9, d_out=6, d_in=10, dout_stride=8, dout_start=1, x_stride=16, x_start=3, dx_stride=12, dx_start=1),
+    case(rows=1, d_out=1, d_in=1, dout_stride=1, x_stride=1, dx_stride=1),
+    case(rows=300, d_out=20, d_in=36, dout_stride=20, x_stride=36, dx_stride=36),
+    case(rows=9, d_out=300, d_in=36, dout_stride=300, x_stride=36, dx_stride=36),
+    case(rows=130, d_out=200, d_in=68, dout_stride=200, x_stride=68, dx_stride=68, choices=UNEQUAL),
+    case(rows=37, d_out=45, d_in=33, dout_stride=45, x_stride=33, dx_stride=33, half=("dout", "x", "dx")),
+    case(rows=20, d_out=12, d_in=8, dout_stride=12, x_stride=8, dx_stride=8, half=("x",)),
+)  # fmt: skip
+def linear_backward(dout, x, weight, d_out, d_in, dx_stride, dout_start, x_start, dx_start, dbias):
+    dx = linear_backward_x(dout, weight, None, None, None, dx_stride, dout_start, dx_start, 1.0)
+    return dx | linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias)
+
+
 @oracle(
     case((*F32, *DLOW), rows=37, d_out=45, d_in=33, dout_stride=45, parts=2, part_stride=1280),
     case(F32, rows=24, d_out=70, d_in=40, dout_stride=80, dout_start=8, parts=3, part_stride=960, scale=2.5, rank=4),

@@ -4,10 +4,9 @@ from ..kernel import Kernel, Target, Tensor, Values, by_kind, ceil_div, spread
 from ..plan import Plan
 from .linear import (
     Columns,
+    plan_backward,
     plan_backward_a,
     plan_backward_b,
-    plan_backward_weight,
-    plan_backward_x,
     plan_forward,
     plan_low,
 )
@@ -174,11 +173,10 @@ def _backward(
         if adapter and low:
             plan_backward_b(plan, dout, low, adapter)
             dlow = plan_backward_a(plan, x.rows(start, stop), low, adapter) if last else None
-        plan_backward_x(plan, dout, piece, dx, dlow, adapter.a if adapter and dlow else None)
         dweight = plan.layout.grad(piece)
         dbias = dshift and dshift.view(first_row, (n,))
         if dbias and not dweight:  # rare; the kernel makes both
             dweight = plan.tensor(f"unused_dhead.{first_row}", piece.shape)
-        if dweight:
-            plan_backward_weight(plan, dout, x.rows(start, stop), dweight, dbias)
+        a = adapter.a if adapter and dlow else None
+        plan_backward(plan, dout, x.rows(start, stop), piece, dx, dweight, dbias, dlow, a)
     sum_partials(plan)

@@ -195,14 +195,37 @@ def _choose(
         if target.kind != "cpu":
             parts = v.get("parts", 1)
             return _fastest(target, v[m], v[n], v[depth], parts, prefetch, single)[1]
-        if target.lanes != 8:
-            return direct(8, 8)
-        widths = [32, 40, 24, 16, 8]  # the first of those that waste the fewest columns
-        thread_n = min(widths, key=lambda width: round_up(v[n], width))
-        more = tall and round_up(v[m], 64) == round_up(v[m], 32)
-        return direct(8 if more else 4, thread_n, lanes=8)
+        return _direct_tile(target, v[m], v[n], tall)
 
     return choose
+
+
+def _direct_tile(target: Target, m: int, n: int, tall: bool = False) -> dict[str, Any]:
+    """The choices for a product that comes straight from storage. tall: see `_choose`."""
+    if target.lanes != 8:
+        return direct(8, 8)
+    widths = [32, 40, 24, 16, 8]  # the first of those that waste the fewest columns
+    thread_n = min(widths, key=lambda width: round_up(n, width))
+    more = tall and round_up(m, 64) == round_up(m, 32)
+    return direct(8 if more else 4, thread_n, lanes=8)
+
+
+def _choose_both(target: Target, v: Values) -> dict[str, Any]:
+    """Tuning choices for both gradients in one dispatch: sizes of tiles are named by product."""
+    products = {
+        "x": _direct_tile(target, v["rows"], v["d_in"]),
+        "weight": _direct_tile(target, v["d_out"], v["d_in"], tall=True),
+    }
+    sizes = ("tile_m", "tile_n", "thread_m", "thread_n")
+    own = {f"{name}_{size}": tile[size] for name, tile in products.items() for size in sizes}
+    common = {k: value for k, value in products["x"].items() if k not in sizes}
+    return {**common, **own}
+
+
+def _tiles_of_both(v: Values) -> int:
+    dx = ceil_div(v["rows"], v["x_tile_m"]) * ceil_div(v["d_in"], v["x_tile_n"])
+    dweight = ceil_div(v["d_out"], v["weight_tile_m"]) * ceil_div(v["d_in"], v["weight_tile_n"])
+    return int(dx + dweight)
 
 
 def _alternatives(
@@ -365,6 +388,29 @@ BACKWARD_WEIGHT = Kernel(
     traffic=lambda v: _traffic(v, ("x", "d_in"), ("dout", "d_out")) + 8 * v["d_out"] * v["d_in"],
 )
 
+# For CPUs, where a dispatch takes 25 to 50 µs besides its work.
+BACKWARD = Kernel(
+    "linear_backward",
+    reads={"dout": "*rows dout_stride", "x": "*rows x_stride", "weight": "d_out d_in"},
+    adds={"dx": "*rows dx_stride", "dweight": "d_out d_in", "dbias?": "d_out"},
+    options={"dout_start": 0, "x_start": 0, "dx_start": 0},
+    choose=_choose_both,
+    grid=lambda v: (_tiles_of_both(v), 1, 1),
+    vec4=_vec4(
+        dout=_DOUT,
+        x=_X,
+        weight=("d_in",),
+        dx=("dx_start", "dx_stride", "d_in"),
+        dweight=("d_in",),
+    ),
+    flops=lambda v: 2 * _flops(v),
+    half=frozenset({"dout", "x", "dx"}),
+    traffic=lambda v: (
+        _traffic(v, ("x", "d_in"), *2 * [("dout", "d_out")], *2 * [("dx", "d_in")])
+        + 12 * v["d_out"] * v["d_in"]
+    ),
+)
+
 BACKWARD_WEIGHT_PARTIAL = Kernel(
     "linear_backward_weight_partial",
     reads={"dout": "*rows dout_stride", "x": "*rows x_stride"},
@@ -470,6 +516,11 @@ def plan_backward_x(
         sum_partials(plan)
         return
     plan.dispatch(BACKWARD_X, **given, dx=dx.tensor, dx_start=dx.start)
+    _check_first(plan, dx)
+
+
+def _check_first(plan: Plan, dx: Columns) -> None:
+    """Raises ShapeError where the last dispatch overwrote only some columns of dx."""
     first = "dx" not in plan.sections[plan.section][-1].accumulate
     if first and dx.width < dx.tensor.shape[-1]:
         raise ShapeError(
@@ -513,6 +564,49 @@ def plan_backward_weight(
         weight_partials=partial(plan, dweight, parts),
         bias_partials=None if dbias is None else partial(plan, dbias, parts),
     )
+
+
+def plan_backward(
+    plan: Plan,
+    dout: Tensor | Columns,
+    x: Tensor | Columns,
+    weight: Tensor,
+    dx: Tensor | Columns,
+    dweight: Tensor | None,
+    dbias: Tensor | None = None,
+    dlow: Tensor | None = None,
+    A: Tensor | None = None,
+) -> None:
+    """Plan what `plan_backward_weight`, unless dweight is None, and `plan_backward_x` do.
+
+    On a CPU in one dispatch, where the weight is f32 and there is no dlow. Raises ShapeError as
+    these do.
+    """
+    d_out, d_in = weight.shape
+    dout = columns(dout, d_out, "linear_backward: dout")
+    x = columns(x, d_in, "linear_backward: x")
+    dx = columns(dx, d_in, "linear_backward: dx")
+    sizes = {"rows": x.tensor.size // x.tensor.shape[-1], "d_out": d_out, "d_in": d_in}
+    tiles = _tiles_of_both({**sizes, **_choose_both(plan.target, sizes)})
+    alone = dlow is None and weight.dtype == "f32"
+    if dweight is not None and alone and plan.target.kind == "cpu" and tiles < 1 << 16:
+        plan.dispatch(
+            BACKWARD,
+            dout=dout.tensor,
+            x=x.tensor,
+            weight=weight,
+            dx=dx.tensor,
+            dweight=dweight,
+            dbias=dbias,
+            dout_start=dout.start,
+            x_start=x.start,
+            dx_start=dx.start,
+        )
+        _check_first(plan, dx)
+        return
+    if dweight is not None:
+        plan_backward_weight(plan, dout, x, dweight, dbias)
+    plan_backward_x(plan, dout, weight, dx, dlow, A)
 
 
 @functools.cache
@@ -608,13 +702,12 @@ def linear(
         dbias = None if bias is None else plan.layout.grad(bias)
         if dweight is None and dbias is not None:  # rare; the kernel makes both
             dweight = plan.tensor(f"unused_d{weight.name}", weight.shape)
-        if dweight is not None:
-            plan_backward_weight(plan, dout, x, dweight, dbias)
         dx, dlow = Columns(plan.grad(x.tensor), x.start, x.width), None
         if adapter and low:
             plan_backward_b(plan, dout, low, adapter)
             dlow = plan_backward_a(plan, x, low, adapter)
-        plan_backward_x(plan, dout, weight, dx, dlow, adapter.a if adapter else None)
+        a = adapter.a if adapter else None
+        plan_backward(plan, dout, x, weight, dx, dweight, dbias, dlow, a)
 
     plan.tape(backward)
     return out
