@@ -12,6 +12,7 @@ fn sum(from_index: u32, parts: u32, stride: u32) -> {{ kind }} {
     var s = {{ kind }}();
     var at = from_index;
     var p = 0u;
+$$ if [blocks, batch * segments] | max >= 8
     for (; p + 7u < parts; p += 8u) {
 $$ for j in range(8)
         let a{{ j }} = partials[at + {{ j }}u * stride];
@@ -19,6 +20,7 @@ $$ endfor
         s += ((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7));
         at += 8u * stride;
     }
+$$ endif
     for (; p < parts; p++) {
         s += partials[at];
         at += stride;
@@ -38,40 +40,47 @@ $$ set each = states // batch
 $$ else
     let i = own;
 $$ endif
-    if (i < {{ x_dbl_count }}u) {
-        let column = i % {{ d_x_dbl // width }}u;
-        let row = i / {{ d_x_dbl // width }}u;
-        let n = column - {{ dt_rank // width }}u;
-        if (column < {{ dt_rank // width }}u) {
-            dx_dbl[i] = {{ kind }}();
-        } else {
+    // Of dx_dbl. One sum for all results: a CPU's lanes walk both sides of a branch.
+    let column = i % {{ d_x_dbl // width }}u;
+    let row = i / {{ d_x_dbl // width }}u;
+    let n = column - {{ dt_rank // width }}u;
 $$ if d_state == 4 * groups
-            let at = n;
+    let state = n;
 $$ else
-            let at = select(n, n + {{ 4 * groups - d_state }}u, n >= {{ d_state }}u);
+    let state = select(n, n + {{ 4 * groups - d_state }}u, n >= {{ d_state }}u);
 $$ endif
-            dx_dbl[i] = sum({{ carried // width }}u + row * {{ blocks * 8 * groups // width }}u + at, {{ blocks }}u, {{ 8 * groups // width }}u);
+    var at = {{ carried // width }}u + row * {{ blocks * 8 * groups // width }}u + state;
+    var parts = select({{ blocks }}u, 0u, column < {{ dt_rank // width }}u);
+    var stride = {{ 8 * groups // width }}u;
+$$ if "dA_log" in bound or "dD" in bound
+    let j = i - {{ x_dbl_count }}u;
+    if (i >= {{ x_dbl_count }}u) {
+        parts = {{ batch * segments }}u;
+        stride = {{ (groups + 1) * d_inner * 4 // width }}u;
+$$ if width == 4
+        at = {{ parameters // 4 }}u + j % {{ groups }}u * {{ d_inner }}u + j / {{ groups }}u;
+$$ else
+        at = {{ parameters }}u + (j % {{ d_state }}u / 4u * {{ d_inner }}u + j / {{ d_state }}u) * 4u + j % {{ d_state }}u % 4u;
+$$ endif
+        if (j >= {{ A_log_count }}u) {
+            at = {{ parameters // width }}u + ({{ groups * d_inner }}u + j - {{ A_log_count }}u){{ " * 4u" if width == 1 }};
         }
+    }
+$$ endif
+    let total = sum(at, parts, stride);
+    if (i < {{ x_dbl_count }}u) {
+        dx_dbl[i] = total;
         return;
     }
-    let j = i - {{ x_dbl_count }}u;
-$$ set stride = (groups + 1) * d_inner * 4 // width
 $$ if "dA_log" in bound
     if (j < {{ A_log_count }}u) {
-$$ if width == 4
-        let at = {{ parameters // 4 }}u + j % {{ groups }}u * {{ d_inner }}u + j / {{ groups }}u;
-$$ else
-        let n = j % {{ d_state }}u;
-        let at = {{ parameters }}u + (n / 4u * {{ d_inner }}u + j / {{ d_state }}u) * 4u + n % 4u;
-$$ endif
-        {{ add("dA_log", "j", "sum(at, " ~ batch * segments ~ "u, " ~ stride ~ "u)") }}
+        {{ add("dA_log", "j", "total") }}
     }
 $$ endif
 $$ if "dD" in bound
     if (j >= {{ A_log_count }}u) {
         let channel = j - {{ A_log_count }}u;
-        let at = {{ parameters // width }}u + ({{ groups * d_inner }}u + channel){{ " * 4u" if width == 1 else "" }};
-        {{ add("dD", "channel", "sum(at, " ~ batch * segments ~ "u, " ~ stride ~ "u)" ~ (".x" if width == 4 else "")) }}
+        {{ add("dD", "channel", "total" ~ (".x" if width == 4 else "")) }}
     }
 $$ endif
 }

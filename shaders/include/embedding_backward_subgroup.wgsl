@@ -1,48 +1,64 @@
-// embedding_backward.wgsl for CPU adapters with subgroups of 8, where barriers are dear: a subgroup for each row of the table
-// looks through all rows of the batch, 32 at a time.
+// embedding_backward.wgsl for CPU adapters with subgroups of 8, where barriers are dear: a subgroup for every {{ each }} rows of the
+// table looks through all rows of the batch, 32 at a time.
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(subgroup_invocation_id) lane: u32) {
-    let own = group_index(wid, groups);
+    let own = group_index(wid, groups) * {{ each }}u;
     if (own >= piece_rows) {
         return;
     }
-    let token = own + {{ first_row }}u;
+$$ for e in range(each)
 $$ for s in range(slots)
-    var sum{{ s }} = pack(0.0);
+    var sum{{ e }}_{{ s }} = pack(0.0);
 $$ endfor
-    var occurs = false;
+    var occurs{{ e }} = false;
+$$ endfor
     for (var first = 0u; first < rows; first += 256u) {
         // Each 256 rows have a sum of their own, which keeps that of a frequent token exact to float32.
+$$ for e in range(each)
 $$ for s in range(slots)
-        var part{{ s }} = pack(0.0);
+        var part{{ e }}_{{ s }} = pack(0.0);
+$$ endfor
 $$ endfor
         for (var r = first; r < min(first + 256u, rows); r += 32u) {
-            // Which of 32 rows have the token: a bit a row, and of each lane those that it looks at.
-            var bits = 0u;
 $$ for j in range(4)
-            if (r + {{ 8 * j }}u + lane < rows && tokens[min(r + {{ 8 * j }}u + lane, rows - 1u)] == token) { bits |= 1u << ({{ 8 * j }}u + lane); }
+            // A row past the end has no token of the table.
+            let token{{ j }} = select(0xffffffffu, tokens[min(r + {{ 8 * j }}u + lane, rows - 1u)], r + {{ 8 * j }}u + lane < rows);
 $$ endfor
-            bits |= subgroupShuffleXor(bits, 1u);
-            bits |= subgroupShuffleXor(bits, 2u);
-            bits |= subgroupShuffleXor(bits, 4u);
-            occurs = occurs || bits != 0u;
-            while (bits != 0u) {
-                let row = r + firstTrailingBit(bits);
-                bits &= bits - 1u;
+$$ for e in range(each)
+            {
+                // Which of 32 rows have the token: a bit a row, and of each lane those that it looks at.
+                let token = own + {{ first_row + e }}u;
+                var bits = 0u;
+$$ for j in range(4)
+                bits |= select(0u, 1u << ({{ 8 * j }}u + lane), token{{ j }} == token);
+$$ endfor
+                bits |= subgroupShuffleXor(bits, 1u);
+                bits |= subgroupShuffleXor(bits, 2u);
+                bits |= subgroupShuffleXor(bits, 4u);
+                occurs{{ e }} = occurs{{ e }} || bits != 0u;
+                while (bits != 0u) {
+                    let row = r + firstTrailingBit(bits);
+                    bits &= bits - 1u;
 $$ for s in range(slots)
-                part{{ s }} += dout[row * {{ columns }}u + min(lane + {{ 8 * s }}u, {{ columns - 1 }}u)];
+                    part{{ e }}_{{ s }} += dout[row * {{ columns }}u + min(lane + {{ 8 * s }}u, {{ columns - 1 }}u)];
 $$ endfor
+                }
             }
+$$ endfor
         }
+$$ for e in range(each)
 $$ for s in range(slots)
-        sum{{ s }} += part{{ s }};
+        sum{{ e }}_{{ s }} += part{{ e }}_{{ s }};
+$$ endfor
 $$ endfor
     }
-    if (occurs) {
+$$ for e in range(each)
+    if (occurs{{ e }}{{ " && own + " ~ e ~ "u < piece_rows" if piece_rows % each }}) {
 $$ for s in range(slots)
         if (lane + {{ 8 * s }}u < {{ columns }}u) {
-            dweight[own * {{ columns }}u + lane + {{ 8 * s }}u] += sum{{ s }};
+            dweight[(own + {{ e }}u) * {{ columns }}u + lane + {{ 8 * s }}u] += sum{{ e }}_{{ s }};
         }
 $$ endfor
     }
+$$ endfor
 }

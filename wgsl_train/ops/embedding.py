@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..kernel import ITEMSIZE, Kernel, Target, Tensor, Values, elementwise, spread
+from ..kernel import ITEMSIZE, Kernel, Target, Tensor, Values, ceil_div, elementwise, spread
 from ..plan import Plan
 from .linear import plan_backward_weight, plan_backward_x, plan_forward, stored_weight
 
@@ -27,11 +27,12 @@ FORWARD = Kernel(
 
 def _choose(target: Target, v: Values) -> Values:
     """per_lane: tokens that a lane compares between barriers; subgroup: 1 where subgroups of 8
-    look through the batch for a row of the table each, which pays while that is few looks."""
+    look through the batch for `each` rows of the table, which pays while that is few looks."""
     if target.kind != "cpu":
         return {"workgroup": 256, "per_lane": 8, "unroll": 8, "subgroup": 0}
     if target.lanes == 8 and v["rows"] * v["piece_rows"] <= 1 << 22 and v["d_model"] <= 1024:
-        return {"workgroup": 8, "subgroup": 1}
+        each = max(1, 8 // ceil_div(_columns(v), 8))
+        return {"workgroup": 8, "subgroup": 1, "each": each}
     return {"workgroup": 32, "per_lane": 64, "unroll": 4, "subgroup": 0}
 
 
@@ -41,7 +42,7 @@ BACKWARD = Kernel(
     writes={"dweight": "piece_rows d_model"},  # in place, and only rows of tokens that occur
     options={"first_row": 0},
     choose=_choose,
-    grid=lambda v: spread(v["piece_rows" if v["subgroup"] else "rows"]),
+    grid=lambda v: spread(ceil_div(v["piece_rows"], v["each"]) if v["subgroup"] else v["rows"]),
     vec4=lambda v: ("dout", "dweight") if v["d_model"] % 4 == 0 else (),
     u32=frozenset({"tokens"}),
     flops=lambda v: v["rows"] * v["d_model"],

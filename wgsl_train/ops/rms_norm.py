@@ -49,14 +49,18 @@ FORWARD = Kernel(
 def _backward(v: Values, workgroup: int) -> dict[str, int]:
     """Choices for the backward kernel, held as above."""
     held = ceil_div(_columns(v), workgroup)
-    return {"workgroup": workgroup, "held": held if held <= _HELD // 4 else 0}  # of four rows
+    held = held if held <= _HELD // 4 else 0  # of four rows
+    return {"workgroup": workgroup, "held": held, "subgroup": 0}
 
 
 def _backward_choices(target: Target, v: Values) -> dict[str, int]:
-    """The workgroup that leaves the fewest lanes without a column."""
+    """The workgroup that leaves the fewest lanes without a column; subgroup: it is one, of 8."""
     columns = _columns(v)
+    if target.kind == "cpu" and target.lanes == 8 and columns <= 8 * _HELD:
+        return {"workgroup": 8, "held": ceil_div(columns, 8), "subgroup": 1}
     workgroup = min(_WORKGROUPS, key=lambda w: (ceil_div(columns, w) * w, -w))
-    return {"workgroup": workgroup, "held": 0} if target.kind == "cpu" else _backward(v, workgroup)
+    choices = _backward(v, workgroup)
+    return {**choices, "held": 0} if target.kind == "cpu" else choices
 
 
 BACKWARD = Kernel(
@@ -74,7 +78,7 @@ BACKWARD = Kernel(
     alternatives=lambda target, v: [
         choices
         for workgroup in _WORKGROUPS
-        for choices in (_backward(v, workgroup), {"workgroup": workgroup, "held": 0})
+        for choices in (_backward(v, workgroup), {**_backward(v, workgroup), "held": 0})
     ],
     grid=lambda v: spread(ceil_div(v["rows"], v["rows_per_group"])),
     vec4=lambda v: (
