@@ -871,7 +871,8 @@ def test_packs_the_lines_of_a_file_and_goes_on_packed(run):
     done = run(*args, "--pack", "--stop-after=2", "--eval-fraction=0.2")
     assert done.code == 0, done.err
     assert "tokens, documents kept apart, " in done.err
-    refuses(run(*args, "--resume"), "token|documents")
+    refuses(run(*args, "--resume", "--no-pack"), "pack is False, but the run began with True")
+    refuses(run(*args, "--resume", "--separator=1"), "separator is 1, but the run began with None")
     Path("pack.toml").write_text('[data]\npaths = "lines.jsonl"\npack = true\n')
     done = run("train", "--config", "pack.toml", "--out", "run", "--resume")
     assert done.code == 0, done.err
@@ -884,6 +885,43 @@ def test_packs_the_lines_of_a_file_and_goes_on_packed(run):
     assert apart["eval_loss"] != together["eval_loss"]
     refuses(run("eval", "run", "--data", "text.txt", "--separator=32"), "where pack is on only")
     refuses(run(*args, "--pack", "--separator=256", "--dry-run"), "separator is 256; allowed")
+
+
+@pytest.mark.parametrize("repeated", [(), ("--pack", "--separator=32")])
+def test_resumes_a_packed_run_as_it_was_packed(run, train, repeated, monkeypatch):
+    packing = ("--pack", "--separator=32")
+    assert train(*packing, out="straight").code == 0
+    assert train(*packing, "--stop-after=2").code == 0
+    refuses(
+        train("--resume", "--separator=46"), "separator is 46, but the run began with 32: leave"
+    )
+    checks = Mock(wraps=checkpoint.check_whole)
+    monkeypatch.setattr(checkpoint, "check_whole", checks)
+    done = run("train", "--data=text.txt", "--out=run", "--resume", *repeated)
+    assert done.code == 0, done.err
+    assert checks.call_count == 1
+    a, b = (
+        checkpoint.load_tensors(f"{o}/checkpoint-3/model.safetensors") for o in ("straight", "run")
+    )
+    assert list(a) == list(b)
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+    assert [r["loss"] for r in log("straight")] == [r["loss"] for r in log()]
+
+
+def test_resumes_a_packed_run_that_does_not_say_how(train):
+    """Checkpoints of earlier versions record less: what is given is taken."""
+    packing = ("--pack", "--separator=32")
+    assert train(*packing, "--stop-after=2").code == 0
+    file = Path("run/checkpoint-2/trainer_state.json")
+    state = json.loads(file.read_text())
+    del state["progress"]["separator"]
+    file.write_text(json.dumps(state))
+    refuses(train("--resume", "--no-pack"), "pack is False, but the run began with True")
+    done = train("--resume", *packing)
+    assert done.code == 0, done.err
+    last = json.loads(Path("run/checkpoint-3/trainer_state.json").read_text())["progress"]
+    assert (last["packed"], last["separator"]) == (1, 32)
 
 
 def test_carries_states_and_resumes(run, train):

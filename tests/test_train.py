@@ -855,7 +855,7 @@ def test_a_packed_run_goes_on_exactly_and_packed_only(device, tmp_path):
     second.load(tmp_path / "run")
     with pytest.raises(DataError, match="began on packed documents, these are not"):
         second.fit(dataset())
-    for separator, told in ((4, "4"), (None, "None")):
+    for separator, told in ((4, "4"), (None, "none")):
         with pytest.raises(DataError, match=f"began with separator 3, these data have {told}"):
             second.fit(dataset(pack=True, separator=separator))
     second.fit(data, out=tmp_path / "run")

@@ -50,7 +50,15 @@ from .ops.optimizer import INITIAL_SCALE
 from .plan import Layout, Memory
 from .plot import plot
 from .tensorboard import event_writer
-from .train import CARRIED, Trainer, compare, evaluate, saved_config, saved_loss_scale
+from .train import (
+    CARRIED,
+    Trainer,
+    compare,
+    evaluate,
+    saved_config,
+    saved_loss_scale,
+    saved_packing,
+)
 from .tune import Tuned
 from .tune import tune as measure_choices
 
@@ -350,7 +358,8 @@ def train(
     train_config = _train_config(before, tables["train"], preset, _flags(TrainConfig, given))
     source = start or (find_checkpoint(from_pretrained) if from_pretrained else None)
     paths, tokenizer, kind = _data_settings(tables["data"], config, data, tokenizer, dtype)
-    packing = _packing(tables["data"], config, pack, separator)
+    packed = saved_packing(start) if start else {}
+    packing = _packing(tables["data"], config, pack, separator, packed)
     tokens = load_tokenizer(tokenizer or (source if source and _has_tokenizer(source) else None))
     sizes = {**tables["model"], **_flags(MambaConfig, given)}
     model_config = _model_config(sizes, source, tokens)
@@ -383,7 +392,7 @@ def train(
             tokens.save(out_dir)
         trainer = Trainer(model, train_config)
         if start:
-            trainer.load(start)
+            trainer.load(start, checked=True)
             err.print(f"resuming   {start}")
         _run(trainer, training, held_out, out_dir, stop_after, hot_reload, tensorboard)
 
@@ -422,16 +431,29 @@ def _data_settings(
 
 
 def _packing(
-    table: Mapping[str, Any], config: Path | None, pack: bool | None, separator: int | None
+    table: Mapping[str, Any],
+    config: Path | None,
+    pack: bool | None,
+    separator: int | None,
+    before: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Whether documents are kept apart, and by what: of the command line, else of [data]."""
+    """Whether documents are kept apart, and by what: of the command line, else of [data].
+
+    before   what the run that is resumed recorded, which the others must not contradict
+    """
     for name, kind, allowed in (("pack", bool, "true or false"), ("separator", int, "an id")):
         if name in table and type(table[name]) is not kind:
             raise ConfigError(f"{config}: [data] {name} is {table[name]!r}; allowed: {allowed}")
-    return {
-        "pack": table.get("pack", False) if pack is None else pack,
-        "separator": table.get("separator") if separator is None else separator,
-    }
+    given = {"pack": pack, "separator": separator}
+    given = {k: table.get(k) if v is None else v for k, v in given.items()}
+    given = {k: v for k, v in given.items() if v is not None}
+    for name, value in before.items():
+        if given.get(name, value) != value:
+            raise ConfigError(
+                f"{name} is {given[name]!r}, but the run began with {value!r}: leave it out to go on "
+                "in the same way, or start a new run in another --out"
+            )
+    return {"pack": False, "separator": None, **before, **given}
 
 
 def _model_config(
@@ -692,7 +714,7 @@ def evaluate_command(
     tokens = load_tokenizer(tokenizer or source)
     vocab_size = _model_config({}, source, tokens).vocab_size
     kind: Any = (dtype or Dtype.uint16).value
-    packing = _packing({}, None, pack, separator)
+    packing = _packing({}, None, pack, separator, {})
     dataset = Dataset.from_paths(data, tokens, kind, vocab_size, **packing)
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     found = evaluate(loaded, dataset, batch_size, seq_len)
@@ -729,7 +751,7 @@ def compare_command(
     tokens = load_tokenizer(tokenizer or sources[0])
     vocab_size = min(_model_config({}, source, tokens).vocab_size for source in sources)
     kind: Any = (dtype or Dtype.uint16).value
-    packing = _packing({}, None, pack, separator)
+    packing = _packing({}, None, pack, separator, {})
     dataset = Dataset.from_paths(data, tokens, kind, vocab_size, **packing)
     opened = _open(device, require_gpu, allow_cpu_adapter)
     first, second = (Model.from_pretrained(source, opened) for source in sources)

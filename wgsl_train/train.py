@@ -142,8 +142,9 @@ class Progress:
     batch         micro-batches of this epoch already used
     tokens        read so far
     data_tokens   of the whole data; 0 before `fit`
-    packed        1 where the data's documents are kept apart
-    separator     the id that ends one, -1 for none
+    packed        1 where the data's documents are kept apart; None where that is not known: before
+                  `fit`, or by a checkpoint that does not say
+    separator     the id that ends one, -1 for none; None as above
     """
 
     step: int = 0
@@ -151,8 +152,8 @@ class Progress:
     batch: int = 0
     tokens: int = 0
     data_tokens: int = 0
-    packed: int = 0
-    separator: int = -1
+    packed: int | None = None
+    separator: int | None = None
 
 
 class Trainer:
@@ -465,17 +466,17 @@ class Trainer:
                 f"the run began on {progress.data_tokens:,} tokens, these data have "
                 f"{len(dataset):,}: it can go on with the same data only"
             )
-        if progress.data_tokens and progress.packed != dataset.pack:
+        if progress.packed not in (None, dataset.pack):
             raise DataError(
                 f"the run began on {'packed' if progress.packed else 'unpacked'} documents, these "
                 f"are {'packed' if dataset.pack else 'not'}: it can go on in the same way only"
             )
         separator = -1 if dataset.separator is None else dataset.separator
-        if progress.data_tokens and progress.separator != separator:
-            before = "none" if progress.separator < 0 else progress.separator
+        if progress.separator not in (None, separator):
+            before, now = ("none" if x == -1 else x for x in (progress.separator, separator))
             raise DataError(
-                f"the run began with separator {before}, these data have {dataset.separator}: it "
-                "can go on in the same way only"
+                f"the run began with separator {before}, these data have {now}: it can go on in the "
+                "same way only"
             )
         progress.data_tokens, progress.packed = len(dataset), int(dataset.pack)
         progress.separator = separator
@@ -653,8 +654,10 @@ class Trainer:
         layout = self.model.layout
         return {f"{kind}.{n}": layout.specs[n].shape for kind in "mv" for n in layout.owned}
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, checked: bool = False) -> None:
         """Continue from a checkpoint: weights, moments, step count, position in the data.
+
+        checked   whether the caller knows that it is whole, as of one that `checkpoint.latest` found
 
         Kernels go on by the choices that the run's tuning.json records, where they are this
         adapter's, so that the run goes on to the bit.
@@ -664,12 +667,12 @@ class Trainer:
         """
         self._collect()  # what was asked for before is told by today's log
         folder = find_checkpoint(path)
-        if folder == Path(path):  # one that was found in a run's folder was looked through
+        if folder == Path(path) and not checked:  # one found in a run's folder was looked through
             checkpoint.check_whole(folder)
         file = folder / TRAINER_STATE
         state, specs = checkpoint.read_json(file), self.model.layout.specs
         try:
-            progress = Progress(**{k: int(v) for k, v in state["progress"].items()})
+            progress = _progress(state)
             counters = {name: int(state["optimizer"][name]) for name in STATE}
             loss_scale = _loss_scale(state)
             settings = {"carry_state": False, **state["train"]}  # older ones did not know it
@@ -736,6 +739,13 @@ def _moments(layout: Layout) -> list[Tensor]:
     return [t for page in layout.trained_pages if page.runs for t in (page.m, page.v)]
 
 
+def _progress(state: Mapping[str, Any]) -> Progress:
+    """Of a trainer's state, where the run stood. Raises what bad values do."""
+    saved = dict(state["progress"])
+    unknown = [name for name in ("packed", "separator") if saved.get(name, 0) is None]
+    return Progress(**{name: int(v) for name, v in saved.items() if name not in unknown})
+
+
 def _loss_scale(state: Mapping[str, Any]) -> list[float]:
     """The values of `LOSS_SCALE` in a trainer's state; those of the start where it has none."""
     saved = state.get("loss_scale") or dict.fromkeys(LOSS_SCALE, 0) | {"scale": INITIAL_SCALE}
@@ -745,6 +755,25 @@ def _loss_scale(state: Mapping[str, Any]) -> list[float]:
 def saved_loss_scale(path: str | Path) -> float:
     """The loss scale that a checkpoint goes on with."""
     return _loss_scale(checkpoint.read_json(find_checkpoint(path) / TRAINER_STATE))[0]
+
+
+def saved_packing(path: str | Path) -> dict[str, Any]:
+    """How the data of a checkpoint's run were packed: pack, and separator, an id or None.
+
+    What an older checkpoint does not record is left out. Raises CheckpointError where the file is
+    no trainer's state.
+    """
+    file = find_checkpoint(path) / TRAINER_STATE
+    try:
+        progress = _progress(checkpoint.read_json(file))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as err:
+        raise CheckpointError(f"{file}: not a trainer's state: {err}") from None
+    found: dict[str, Any] = {}
+    if progress.packed is not None:
+        found["pack"] = bool(progress.packed)
+    if progress.separator is not None:
+        found["separator"] = None if progress.separator == -1 else progress.separator
+    return found
 
 
 def saved_config(path: str | Path) -> dict[str, Any]:
