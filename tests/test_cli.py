@@ -842,6 +842,13 @@ def test_trains_and_resumes_a_schedule_of_layers(run, train):
     )
 
 
+def test_refuses_options_of_the_model_that_have_no_effect(run, train):
+    refuses(train("--attn-heads=4"), "attn_heads has no effect: .* of type 'attention'")
+    refuses(run("profile", "--d-model=8", "--d-ff=12"), "d_ff has no effect: .* mlp 'swiglu'")
+    done = train("--preset=memory_engine", "--layers=mamba2", "--head-dim=4", "--dry-run")
+    assert done.code == 0, done.err  # a preset's fields are for any layers
+
+
 def test_presets(run):
     refuses(run("profile", "--preset=jumbo"), "preset is 'jumbo'; allowed: memory_engine, jamba")
     args = ("--d-model=8", "--d-state=2", "--batch-size=1", "--seq-len=4", "--steps=1", "--dry-run")
@@ -933,7 +940,7 @@ def test_carries_states_and_resumes(run, train):
     done = train("--carry-state", "--dry-run", out="other")
     assert done.code == 0, done.err
     assert done.out.count("carry_begin") == 2
-    attention = ("--layers=attention", "--attn-heads=2", "--attn-head-dim=4")
+    attention = ("--layers=attention,mamba", "--n-layer=2", "--attn-heads=2", "--attn-head-dim=4")
     refuses(
         train("--carry-state", *attention, out="third"),
         "carry_state: layer 0 is of type 'attention', whose keys and values are kept for generation",

@@ -74,6 +74,11 @@ def test_layers_that_share_parameters_have_them_once():
         ("mamba*x", "must follow *"),
         ("mamba:d_sate=3", "has no 'd_sate'; did you mean 'd_state'?"),
         ("mamba:d_model=3", "has no 'd_model'; "),
+        (
+            "mamba:d_ff=12",
+            "'mamba:d_ff=12': a layer of type 'mamba' with mlp 'none' has no 'd_ff'; known: d_state,",
+        ),
+        ("mamba2:attn_heads=2", "a layer of type 'mamba2' with mlp 'none' has no 'attn_heads'"),
         ("mamba:d_state", "'d_state' is no option=value"),
         ("mamba:d_state=", "'d_state=' is no option=value"),
         ("mamba:d_state=0", "MambaConfig.d_state is 0; allowed: an integer from 1 to 1024"),
@@ -89,6 +94,34 @@ def test_a_schedule_that_is_none(layers, message):
         config(layers)
     assert message in str(caught.value)
     assert "MambaConfig.layers" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "layers, name, message",
+    [
+        ("mamba", "head_dim", "head_dim has no effect: it is an option of layers of type 'mamba2'"),
+        ("mamba", "d_ff", "d_ff has no effect: it is an option of mlp 'swiglu'"),
+        ("mamba2", "attn_heads", "attn_heads has no effect: .* layers of type 'attention', and"),
+        ("attention", "d_state", "d_state has no effect: .* of type 'mamba' or 'mamba2', and"),
+        (
+            "mamba:d_state=3",
+            "d_state",
+            "d_state has no effect: .* takes it from there; leave it out",
+        ),
+        ("mamba,mamba:mlp=swiglu:d_ff=4", "d_ff", "d_ff has no effect: "),
+        ("mamba,mamba:mlp=swiglu", "d_ff", None),
+        ("mamba:d_state=3,mamba2", "d_state", None),
+        ("mamba", "norm_eps", None),
+    ],
+)
+def test_an_option_that_no_layer_has_is_without_effect(layers, name, message):
+    c = config(layers)
+    if message is None:
+        c.check_effect([name])
+    else:
+        with pytest.raises(ConfigError, match=message):
+            c.check_effect(["d_model", name])
+    assert MambaConfig.from_json(c.to_json()) == c  # which holds such fields, and loads
 
 
 def test_the_number_of_layers_must_fit_the_schedule():

@@ -222,9 +222,14 @@ def _with_options(*classes: type) -> Callable[[Callable[..., None]], Callable[..
     return decorate
 
 
+def _given(cls: type, given: Mapping[str, Any]) -> list[str]:
+    """Names of the fields of a configuration that the command line gives by options of their own."""
+    return [f.name for f in fields(cls) if given[f.name] not in (None, [])]
+
+
 def _flags(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration that the command line gives."""
-    values = {f.name: given[f.name] for f in fields(cls) if given[f.name] not in (None, [])}
+    values = {name: given[name] for name in _given(cls, given)}
     if cls is MambaConfig and given["preset"]:
         values = preset_fields(given["preset"]) | values
     if re.fullmatch(r"\d+", str(values.get("dt_rank"))):
@@ -363,6 +368,7 @@ def train(
     tokens = load_tokenizer(tokenizer or (source if source and _has_tokenizer(source) else None))
     sizes = {**tables["model"], **_flags(MambaConfig, given)}
     model_config = _model_config(sizes, source, tokens)
+    model_config.check_effect(_given(MambaConfig, given))
     dataset = Dataset.from_paths(paths, tokens, kind, model_config.vocab_size, **packing)
     training, held_out = dataset.split(train_config.eval_fraction)
     opened = _open(device, require_gpu, allow_cpu_adapter)
@@ -918,7 +924,9 @@ def _model_to_measure(
 ) -> tuple[Path | None, MambaConfig]:
     source = find_checkpoint(model) if model else None
     tokens = load_tokenizer(source if source and _has_tokenizer(source) else None)
-    return source, _model_config(_flags(MambaConfig, given), source, tokens)
+    config = _model_config(_flags(MambaConfig, given), source, tokens)
+    config.check_effect(_given(MambaConfig, given))
+    return source, config
 
 
 @app.command()

@@ -67,7 +67,7 @@ VARIANT = "wgsl_train_mamba"  # model_type of the models that transformers canno
 HYBRID = "wgsl_train_hybrid"  # and of those whose layers are not all plain Mamba
 
 # The table of layer types. Each is the module of its name in models/; listed are the fields of
-# MambaConfig that an entry of a schedule may set for its layer alone, beside those of the MLP.
+# MambaConfig that it has, and that an entry of a schedule may set for its layer alone.
 LAYER_TYPES: dict[str, tuple[str, ...]] = {
     "mamba": (
         "d_state",
@@ -98,7 +98,9 @@ LAYER_TYPES: dict[str, tuple[str, ...]] = {
         "attn_bias",
     ),
 }
-_ANY_LAYER = ("mlp", "d_ff", "share")
+# What may follow a mixer, and the fields that it has
+MLP_TYPES: dict[str, tuple[str, ...]] = {"none": (), "swiglu": ("d_ff",)}
+_ANY_LAYER = ("mlp", "share")
 
 # Sets of MambaConfig's fields, to start from
 PRESETS: dict[str, dict[str, Any]] = {
@@ -263,11 +265,13 @@ class Layer:
     type     what it is: a key of LAYER_TYPES
     config   the model's, with this layer's own options
     owner    number of the layer whose parameters it uses: its own, unless they are shared
+    follows  the fields of its type and its MLP that it takes from the model
     """
 
     type: str
     config: MambaConfig
     owner: int
+    follows: frozenset[str]
 
 
 def _entries(layers: Iterable[str]) -> Iterator[str]:
@@ -358,7 +362,7 @@ class MambaConfig(_Checked):
     attn_rotary_dim: int = _rule(0, 0, 1 << 16)
     attn_rope_theta: float = _rule(10000.0, 1.0, 1e12)
     attn_bias: bool = False
-    mlp: Literal["none", "swiglu"] = _rule("none", among=("none", "swiglu"))
+    mlp: Literal["none", "swiglu"] = _rule("none", among=MLP_TYPES)
     d_ff: int = _rule("auto", 1, 1 << 20)
     use_conv_bias: bool = True
     use_bias: bool = False
@@ -429,15 +433,30 @@ class MambaConfig(_Checked):
         owners: dict[str, int] = {}
         made = []
         for i, entry in enumerate(self.layers):
-            kind, config, tag = read[entry]
+            kind, config, tag, follows = read[entry]
             owner = owners.setdefault(tag, i) if tag else i
             if self.layers[owner] != entry:
                 raise ConfigError(
                     f"MambaConfig.layers: {self.layers[owner]!r} and {entry!r} cannot share "
                     "parameters: they differ"
                 )
-            made.append(Layer(kind, config, owner))
+            made.append(Layer(kind, config, owner, follows))
         return tuple(made)
+
+    def check_effect(self, names: Iterable[str]) -> None:
+        """Raises ConfigError at the first of these fields that no layer of the model takes from it."""
+        followed = frozenset[str]().union(*(layer.follows for layer in self.schedule))
+        for name in names:
+            have = [repr(kind) for kind, its in LAYER_TYPES.items() if name in its]
+            mlps = [repr(kind) for kind, its in MLP_TYPES.items() if name in its]
+            if (have or mlps) and name not in followed:
+                whose = (
+                    f"mlp {' or '.join(mlps)}" if mlps else f"layers of type {' or '.join(have)}"
+                )
+                raise ConfigError(
+                    f"{name} has no effect: it is an option of {whose}, and no such layer of this "
+                    "model takes it from there; leave it out, or choose other layers (layers, mlp)"
+                )
 
     def _check_heads(self) -> None:
         """Raises ConfigError where the heads of a Mamba-2 layer do not come out even."""
@@ -448,30 +467,41 @@ class MambaConfig(_Checked):
             allowed = f"divisors of the number of heads (d_inner / head_dim), {self.n_heads}"
             self._refuse("n_groups", self.n_groups, allowed)
 
-    def _read_entry(self, entry: str) -> tuple[str, MambaConfig, str]:
-        """Type, configuration and name of what is shared, of an entry such as
-        "mamba:d_state=8:share=a"."""
+    def _read_entry(self, entry: str) -> tuple[str, MambaConfig, str, frozenset[str]]:
+        """Type, configuration, name of what is shared, and fields taken from the model, of an entry
+        such as "mamba:d_state=8:share=a"."""
         kind, *texts = (text.strip() for text in entry.split(":"))
         where = f"MambaConfig.layers: {entry!r}"
         if kind not in LAYER_TYPES:
             near = difflib.get_close_matches(kind, LAYER_TYPES, 1, 0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            known = ", ".join(LAYER_TYPES)
-            raise ConfigError(f"{where}: no layer is of type {kind!r}; {hint}known: {known}")
+            raise ConfigError(
+                f"{where}: no layer is of type {kind!r}; {hint}known: {', '.join(LAYER_TYPES)}"
+            )
         options = {}
         for text in texts:
             name, equals, value = (part.strip() for part in text.partition("="))
             if not (equals and name and value):
                 raise ConfigError(f"{where}: {text!r} is no option=value")
             options[name] = value
-        check_keys(options, [*LAYER_TYPES[kind], *_ANY_LAYER], where)
+        mlp = options.get("mlp", self.mlp)
+        has = [*LAYER_TYPES[kind], *MLP_TYPES.get(mlp, ())]
+        known = [*has, *_ANY_LAYER]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1, 0.6)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(
+                    f"{where}: a layer of type {kind!r} with mlp {mlp!r} has no {name!r}; "
+                    f"{hint}known: {', '.join(known)}"
+                )
         tag = options.pop("share", "")
         values = {name: _value(text) for name, text in options.items()}
         try:
             config = replace(self, layers=(), **values)
             if kind == "mamba2":
                 config._check_heads()
-            return kind, config, tag
+            return kind, config, tag, frozenset(has) - options.keys()
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
 
