@@ -23,6 +23,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -314,6 +315,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in ORACLES]:
         parser.error(f"no kernel {unknown[0]}; there are {', '.join(sorted(ORACLES))}")
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that Chromium ends too
     try:
         if options.browser:
             print(browser())
