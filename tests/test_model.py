@@ -227,6 +227,35 @@ def test_sampling_is_seeded_and_bounded(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layers", ["mamba", "mamba,attention"])
+def test_a_stream_stops_where_another_has_begun(device, layers):
+    model = wt.Model(MambaConfig(37, 20, layers=layers), device)
+    alone = model.generate([1, 2, 3], 6, temperature=0)
+    first = model.stream([1, 2, 3], 6, temperature=0)
+    other = model.stream([4], 400, temperature=0)  # more than there is room for at first
+    assert [next(first), next(first)] == alone[:2]
+    next(other)
+    with pytest.raises(TrainingError, match=r"another one has begun.*or a second Model"):
+        next(first)
+    next(other)  # which is not disturbed; and is abandoned
+    whole = model.stream([1, 2, 3], 6, temperature=0)
+    assert [next(whole) for _ in range(6)] == alone
+    assert model.generate([1, 2, 3], 6, temperature=0) == alone
+    assert list(whole) == []  # it had all its tokens before the other began
+
+
+@pytest.mark.gpu
+def test_a_stream_stops_where_parameters_have_moved(device):
+    model = wt.Model(CONFIGS["default"], device)
+    stream = model.stream([1, 2, 3], 6)
+    next(stream)
+    model.set_trainable(["backbone.norm_f.weight"])
+    with pytest.raises(TrainingError, match="parameters moved"):
+        next(stream)
+    assert len(model.generate([1, 2, 3], 6)) == 6
+
+
+@pytest.mark.gpu
 def test_a_model_that_is_not_finite_gives_no_tokens(device):
     model = wt.Model(CONFIGS["default"], device)
     name = "backbone.norm_f.weight"

@@ -281,6 +281,7 @@ class Model:
         self.adapter: lora.Lora | None = None
         self.source: str | None = None  # where it was loaded from
         self._merged: _Merged | None = None
+        self._turn = 0  # grows with each stream, which alone may use the carried state, and layout
         self._lay_out(self._specs)
 
     @property
@@ -292,6 +293,7 @@ class Model:
         """Place the parameters; whatever was compiled for other places is forgotten."""
         low_rank = self.adapter.low_rank() if self.adapter else {}
         self.layout = Layout(specs, self.device.target, low_rank, shard)
+        self._turn += 1
         self._forget()
 
     def _forget(self) -> None:
@@ -878,8 +880,11 @@ class Model:
         top_k         0 keeps all
         top_p         of the full distribution's mass; 1 keeps all
 
+        One stream at a time: the state is the model's, and the next stream starts it anew.
+
         Raises at once ConfigError for an option out of range, DataError for a bad prompt; at a
-        token TrainingError, where the model gives logits that are not finite.
+        token TrainingError, where the model gives logits that are not finite, or another stream
+        has begun, or parameters moved (another adapter, others that train), since the last one.
         """
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ConfigError(f"temperature is {temperature}, must be 0 or more")
@@ -904,6 +909,8 @@ class Model:
         self, ids: Array, max_new_tokens: int, choose: Callable[[Array], int], end: int | None
     ) -> Iterator[int]:
         """What `choose` makes of the logits after ids (1, seqlen), and so on, up to `end`."""
+        self._turn += 1
+        turn = self._turn
         self._make_room(ids.shape[1] + max_new_tokens)
         step, step_ids, logits = self._decoder(1, 1)
         assert logits is not None
@@ -914,10 +921,16 @@ class Model:
             prefill.write(prefill_ids, ids[:, done : done + _PREFILL])
             prefill.run("forward")
             done += _PREFILL
-        for token in ids[0, done:]:
-            step.write(step_ids, np.array([[token]], np.uint32))
-            step.run("forward")
+        given = ids[0, done:]
         for _ in range(max_new_tokens):
+            if turn != self._turn:
+                raise TrainingError(
+                    "this stream cannot go on: another one has begun, or the model's parameters "
+                    "moved. Use one stream at a time, or a second Model."
+                )
+            for token in given:
+                step.write(step_ids, np.array([[token]], np.uint32))
+                step.run("forward")
             scores = step.read(logits).reshape(-1)[: self.config.vocab_size]
             if not np.isfinite(scores).all():
                 raise TrainingError("the logits are not finite: the model's weights are damaged")
@@ -925,8 +938,7 @@ class Model:
             yield token
             if token == end:
                 return
-            step.write(step_ids, np.array([[token]], np.uint32))
-            step.run("forward")
+            given = np.array([token])
 
     def generate(
         self, prompt: npt.ArrayLike, max_new_tokens: int = 256, **options: Any
