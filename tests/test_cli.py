@@ -945,3 +945,57 @@ def test_carries_states_and_resumes(run, train):
         train("--carry-state", *attention, out="third"),
         "carry_state: layer 0 is of type 'attention', whose keys and values are kept for generation",
     )
+
+
+# Every option of a configuration
+
+
+def spelled(f):
+    """Arguments for a field's option, and the value that they mean."""
+    kind = str(f.type).removesuffix(" | None")
+    flag = "--" + f.name.replace("_", "-")
+    if kind == "bool":
+        return [flag if not f.default else f"--no-{flag[2:]}"], not f.default
+    if kind == "tuple[str, ...]":
+        value = ("conv1d",) if f.name == "lora_targets" else ("mamba",)
+        return [flag, *value], value
+    if kind == "tuple[int, int]":
+        return [flag, "1", "3"], (1, 3)
+    if kind == "tuple[float, float]":
+        return [flag, str(f.metadata["low"]), "0.5"], (f.metadata["low"], 0.5)
+    if kind in ("int", "float"):
+        value = f.metadata["low"]
+        return [flag, str(value)], value
+    value = f.metadata["among"][-1]
+    return [flag, value], value
+
+
+TRAIN = typer.main.get_command(cli.app).commands["train"]
+NEEDS = {"lora_targets": {"lora_rank": 1}, "time_step_max": {"time_step_min": 1e-12}}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(cls, f.name) for cls in (MambaConfig, TrainConfig) for f in fields(cls)]
+)
+def test_every_option_of_a_configuration_takes_a_value(cls, name):
+    args, value = spelled(next(f for f in fields(cls) if f.name == name))
+    parsed = TRAIN.make_context("train", args).params
+    given = {k: None if v == () else v for k, v in parsed.items()}  # as typer hands them on
+    flags = cli._flags(cls, given)
+    assert list(flags) == [name]
+    needs = NEEDS.get(name, {})
+    if cls is MambaConfig:
+        sizes = {"vocab_size": 8, "d_model": 64, "n_layer": 1}
+        config = MambaConfig.from_dict({**sizes, **needs, **flags})
+    else:
+        config = cli._train_config(needs, flags)
+    assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize(("high", "limit"), [("0.1", [0.0, 0.1]), ("inf", None)])
+def test_limits_of_delta_on_the_command_line(run, high, limit):
+    args = ("--layers=mamba2", "--head-dim=4", "--time-step-limit", "0.0", high)
+    done = run("train", "--data=text.txt", "--steps=1", *SIZES, *args)
+    assert done.code == 0, done.err
+    config = json.loads(Path("run/checkpoint-1/config.json").read_text())
+    assert config.get("time_step_limit") == limit  # the default is left out

@@ -170,6 +170,8 @@ def _help(f: Field[Any], described: str) -> str:
     default = DEFAULT_MODEL.get(f.name, f.default)
     if isinstance(default, bool):
         default = "on" if default else "off"
+    elif isinstance(default, tuple):
+        default = " ".join(map(str, default))  # as the option takes it
     end = "" if default in (None, MISSING) else f"[default: {default}]"
     return f"{described[0].upper()}{described[1:]}. {_HELP_ENDS.get(f.name, end)}".strip()
 
@@ -183,7 +185,7 @@ def _option_type(f: Field[Any], hint: Any) -> Any:
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     if hint == tuple[str, ...]:
         return list[str]
-    if hint in (bool, int, float):
+    if hint in (bool, *_TYPES):
         return hint
     return kinds[0] if len(kinds) == 1 and kinds[0] in _TYPES else str
 
