@@ -242,3 +242,70 @@ def test_a_model_without_adapter_may_be_narrow_too(device, tmp_path):
     assert not any(map(is_stored, grads))
     small.store_base("f32")  # in the rounded values
     assert relative(small.logits(tokens), exact) > 1e-4
+
+
+# What cannot be stored
+
+
+def held(model):
+    """All that must not change: weights, adapter, their storage, and what is computed."""
+    specs, tokens = model.layout.specs, pair()[0]
+    weights = {name: model._read(name) for name in specs}
+    return weights, specs, model.adapter, model.lora_base, model.loss(*pair()), model.logits(tokens)
+
+
+def assert_held(model, before):
+    weights, specs, adapter, lora_base, loss, logits = held(model)
+    assert_same(weights, before[0])
+    assert (specs, adapter, lora_base, loss) == before[1:5]
+    np.testing.assert_array_equal(logits, before[5])
+
+
+def too_large(weights):
+    """Those weights, with one of the last layer beyond what f16 holds."""
+    name = [n for n in weights if n.endswith("out_proj.weight")][-1]
+    array = weights[name].copy()
+    array[1, 2] = 1e5
+    return {**weights, name: array}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_base_that_cannot_be_stored_leaves_the_model_as_it_was(device, adapter):
+    model = trainer_of(device).model if adapter else base(device)
+    model.load_state_dict(too_large(model.state_dict()))
+    before = held(model)
+    with pytest.raises(CheckpointError, match=r"out_proj.weight\[1, 2\] is 100000.0, which f16"):
+        wt.Trainer(model, settings(lora_base="f16"))
+    assert_held(model, before)
+
+
+@pytest.mark.gpu
+def test_weights_that_cannot_be_stored_are_not_written_in_part(device):
+    model = trainer_of(device, lora_base="f16").model
+    before, state = held(model), model.state_dict()
+    wrong = {name: array + 1 for name, array in too_large(state).items()}
+    for load in (model.load_state_dict, model.update):
+        with pytest.raises(CheckpointError, match="which f16 cannot hold"):
+            load(wrong)
+        assert_held(model, before)
+    model.merge_adapter()
+    merged = held(model)
+    name = "backbone.embeddings.weight"  # no adapter's: what it is now stays
+    assert name not in model._merged.before
+    model.update({name: too_large({"out_proj.weight": state[name]})["out_proj.weight"]})
+    with pytest.raises(CheckpointError, match="which f16 cannot hold"):
+        model.unmerge_adapter()
+    model.update({name: state[name]})
+    assert_held(model, merged)
+    model.unmerge_adapter()
+    assert_held(model, before)
+
+
+@pytest.mark.gpu
+def test_what_is_narrow_cannot_train_and_stays(device):
+    model = trainer_of(device, lora_base="int8").model
+    before = held(model)
+    with pytest.raises(ShapeError, match="a parameter that trains is stored as f32, not as i8"):
+        model.set_trainable(["backbone.layers.0.mixer.out_proj.weight"])
+    assert_held(model, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from .ops.carry import Carried
 from .ops.cross_entropy import head_logits, language_model_loss
 from .ops.mean_pool import mean_pool
 from .ops.optimizer import LOSS_SCALE, Optimizer, optimizer
-from .plan import Layout, ParamSpec, Plan
+from .plan import Layout, Plan
 from .quantize import dequantize, quantize
 
 Array = np.ndarray[Any, Any]
@@ -254,6 +254,24 @@ def _check_real(
             raise error(f"{where}: {name} holds {dtype}; allowed: real numbers")
 
 
+def _stored(
+    layout: Layout, name: str, array: Array, of: Callable[[Tensor], Tensor] = lambda t: t
+) -> Iterator[tuple[Tensor, Array]]:
+    """What a parameter's array is in the tensors that hold it, narrower where these are.
+
+    of   what is written in a piece's place: its moments, say
+
+    Raises CheckpointError where a value does not fit.
+    """
+    for first, piece in layout.pieces[name]:
+        rows, tensor = array[first : first + piece.shape[0]], of(piece)
+        if tensor.dtype != "f32":
+            rows, factors = quantize(rows, tensor.dtype, name)
+            if factors is not None:
+                yield layout.scales[piece], factors
+        yield tensor, rows
+
+
 class Model:
     """A Mamba language model whose parameters live on a device.
 
@@ -282,17 +300,16 @@ class Model:
         self.source: str | None = None  # where it was loaded from
         self._merged: _Merged | None = None
         self._turn = 0  # grows with each stream, which alone may use the carried state, and layout
-        self._lay_out(self._specs)
+        self._lay_out(self._layout(self.adapter, self.lora_base))
 
-    @property
-    def _specs(self) -> list[ParamSpec]:
-        """The parameters of the model and its adapter, before it is chosen which train."""
-        return lora.adapted(self.config, self.adapter, self.lora_base)
+    def _layout(self, adapter: lora.Lora | None, lora_base: LoraBase) -> Layout:
+        """Places for the model's parameters and an adapter's, before it is chosen which train."""
+        specs = lora.adapted(self.config, adapter, lora_base)
+        return Layout(specs, self.device.target, adapter.low_rank() if adapter else {})
 
-    def _lay_out(self, specs: Sequence[ParamSpec], shard: tuple[int, int] | None = None) -> None:
-        """Place the parameters; whatever was compiled for other places is forgotten."""
-        low_rank = self.adapter.low_rank() if self.adapter else {}
-        self.layout = Layout(specs, self.device.target, low_rank, shard)
+    def _lay_out(self, layout: Layout) -> None:
+        """Use these places; whatever was compiled for others is forgotten."""
+        self.layout = layout
         self._turn += 1
         self._forget()
 
@@ -333,15 +350,36 @@ class Model:
         if not any(s.trainable for s in specs):
             raise ConfigError("no parameter would train")
         if specs != list(self.layout.specs.values()) or shard != self.layout.shard:
-            self._move(specs, shard)
+            low_rank = self.adapter.low_rank() if self.adapter else {}
+            layout = Layout(specs, self.device.target, low_rank, shard)
+            self._move(layout, self.adapter, self.lora_base)
 
-    def _move(self, specs: Sequence[ParamSpec], shard: tuple[int, int] | None = None) -> None:
-        """Place the parameters anew; those that were there keep their weights."""
-        weights = {s.name: self._read(s.name) for s in specs if s.name in self.layout.specs}
+    def _move(
+        self,
+        layout: Layout,
+        adapter: lora.Lora | None,
+        lora_base: LoraBase,
+        changed: Mapping[str, Array] | None = None,
+    ) -> None:
+        """Place the parameters anew; but for those changed, the ones that were there stay.
+
+        Nothing changes where a weight cannot be stored so. Raises CheckpointError.
+        """
+        changed = changed or {}
+        stay = [n for n in layout.specs if n in self.layout.specs and n not in changed]
+        weights = {**{name: self._read(name) for name in stay}, **changed}
+        stored = [pair for n, array in weights.items() for pair in _stored(layout, n, array)]
         self.buffers.free()
-        self._lay_out(specs, shard)
-        for name, array in weights.items():
-            self._write(name, array)
+        self.adapter, self.lora_base = adapter, lora_base
+        self._lay_out(layout)
+        for tensor, rows in stored:
+            self.buffers.write(tensor, rows)
+
+    def _adapt(
+        self, adapter: lora.Lora | None, lora_base: LoraBase, changed: Mapping[str, Array]
+    ) -> None:
+        """Take this adapter, this storage of what is under it, and these weights."""
+        self._move(self._layout(adapter, lora_base), adapter, lora_base, changed)
 
     def use_tuning(self, tuned: Mapping[str, Values]) -> None:
         """Run kernels by these choices, as `Target.tuned` has them, from now on."""
@@ -352,13 +390,23 @@ class Model:
     # -- weights -----------------------------------------------------------------------------
 
     def _write(self, name: str, array: Array, of: Callable[[Tensor], Tensor] = lambda t: t) -> None:
-        for first, piece in self.layout.pieces[name]:
-            rows, tensor = array[first : first + piece.shape[0]], of(piece)
-            if tensor.dtype != "f32":
-                rows, factors = quantize(rows, tensor.dtype, name)
-                if factors is not None:
-                    self.buffers.write(self.layout.scales[piece], factors)
+        for tensor, rows in _stored(self.layout, name, array, of):
             self.buffers.write(tensor, rows)
+
+    def _write_all(self, state: Mapping[str, Array]) -> None:
+        """Write parameters: none, where one cannot be stored as it is here. Raises CheckpointError."""
+        names: dict[bool, list[str]] = {True: [], False: []}  # by whether they are stored as f32
+        for name in state:
+            names[self.layout.specs[name].dtype == "f32"].append(name)
+        narrow = [
+            pair
+            for name in names[False]
+            for pair in _stored(self.layout, name, np.asarray(state[name], np.float32))
+        ]
+        for tensor, rows in narrow:
+            self.buffers.write(tensor, rows)
+        for name in names[True]:  # which cannot fail, and are read one at a time
+            self._write(name, np.asarray(state[name], np.float32))
 
     def _read(self, name: str, of: Callable[[Tensor], Tensor] = lambda t: t) -> Array:
         pieces = []
@@ -380,17 +428,16 @@ class Model:
     def load_state_dict(self, state: Mapping[str, Array], where: str = "the state") -> None:
         """Replace all parameters but an adapter's. Nothing is written unless every name and shape fits.
 
-        Raises CheckpointError naming missing, extra and mis-shaped tensors, and one that holds no
-        real numbers.
+        Raises CheckpointError naming missing, extra and mis-shaped tensors, one that holds no real
+        numbers, and a value that the model's lora_base cannot hold.
         """
         if isinstance(state, checkpoint.Tensors):  # of which none is read before all fit
             checkpoint.check_names(self._shapes, state.shapes, where)
         else:
             checkpoint.check_names(self._shapes, _shapes(state), where)
             _check_real(state, where)
+        self._write_all(state)
         self._merged = None
-        for name in self._shapes:
-            self._write(name, np.asarray(state[name], np.float32))
 
     @classmethod
     def from_pretrained(
@@ -443,29 +490,22 @@ class Model:
         """Add the low-rank adapter that a configuration asks for; it changes nothing yet, but for
         the rounding of a narrower lora_base.
 
-        Raises ConfigError where the model has one already.
+        Raises ConfigError where the model has one already, CheckpointError where a weight does not
+        fit that lora_base; the model then is unchanged.
         """
         if self.adapter:
             raise ConfigError("the model has an adapter: merge it before another one is added")
         adapter = replace(lora.Lora.of(self.config, train), base=self.source)
-        self.lora_base = train.lora_base
-        self._adapt(adapter, adapter.initialize(self.config, train.seed))
-
-    def _adapt(self, adapter: lora.Lora, weights: Iterable[tuple[str, Array]]) -> None:
-        if adapter != self.adapter:
-            self.adapter = adapter
-            self._move(self._specs)
-        for name, array in weights:
-            self._write(name, array)
+        self._adapt(adapter, train.lora_base, dict(adapter.initialize(self.config, train.seed)))
 
     def store_base(self, lora_base: LoraBase) -> None:
         """Store the matrices under an adapter in another way, as in TrainConfig.
 
         A narrower one rounds them; a wider one keeps the values that they have.
+        Raises CheckpointError where one does not fit; the model then is unchanged.
         """
         if lora_base != self.lora_base:
-            self.lora_base = lora_base
-            self._move(self._specs)
+            self._adapt(self.adapter, lora_base, {})
 
     def load_adapter(self, path: str | Path) -> None:
         """Load an adapter in PEFT's form, in place of the one that the model has.
@@ -473,7 +513,10 @@ class Model:
         Raises CheckpointError where it does not fit the model, which then is unchanged.
         """
         adapter, weights = lora.load(path, self.config, self._resembles)
-        self._adapt(adapter, weights.items())
+        if adapter == self.adapter:
+            self._write_all(weights)
+        else:
+            self._adapt(adapter, self.lora_base, weights)
 
     def _resembles(self, name: str, array: Array) -> bool:
         """Whether a weight is this array, but for rounding to some narrower form."""
@@ -510,12 +553,12 @@ class Model:
         adapter, added, base = self._own_adapter(), self.adapter_state(), self.lora_base
         low_rank = adapter.low_rank()
         before = {name: self._read(name) for name in low_rank}
-        self.adapter, self.lora_base = None, "f32"
-        self._move(self._specs)
+        merged = dict[str, Array]()
         for name, low in low_rank.items():
             product = low.scale * (added[low.b].astype(np.float64) @ added[low.a])
-            merged = before[name] + product.reshape(before[name].shape)
-            self._write(name, merged.astype(np.float32))
+            whole = before[name] + product.reshape(before[name].shape)
+            merged[name] = whole.astype(np.float32)
+        self._adapt(None, "f32", merged)
         self._merged = _Merged(adapter, added, before, base)
 
     def unmerge_adapter(self) -> None:
@@ -525,11 +568,9 @@ class Model:
         """
         if self._merged is None:
             raise ConfigError("no adapter is merged")
-        merged, self._merged = self._merged, None
-        self.lora_base = merged.base
-        self._adapt(merged.adapter, merged.added.items())
-        for name, array in merged.before.items():
-            self._write(name, array)
+        merged = self._merged
+        self._adapt(merged.adapter, merged.base, {**merged.added, **merged.before})
+        self._merged = None
 
     # -- forward and backward ------------------------------------------------------------------
 
@@ -779,14 +820,14 @@ class Model:
     def update(self, state: Mapping[str, Array]) -> None:
         """Replace some parameters, an adapter's among them. Nothing is written unless all fit.
 
-        Raises CheckpointError naming those that are not the model's, mis-shaped, or no real numbers.
+        Raises CheckpointError naming those that are not the model's, mis-shaped, or no real numbers,
+        and a value that the model's lora_base cannot hold.
         """
         specs = self.layout.specs
         expected = {name: specs[name].shape for name in state if name in specs}
         checkpoint.check_names(expected, _shapes(state), "the state")
         _check_real(state, "the state")
-        for name, array in state.items():
-            self._write(name, np.asarray(array, np.float32))
+        self._write_all(state)
 
     def read_grads(self) -> dict[str, Array]:
         """Gradients as the last backward pass left them, by parameter name."""
