@@ -285,6 +285,11 @@ def test_fine_tuning_starts_from_a_model(run, train):
     assert log("tuned")[0]["step"] == 1
     refuses(train("--from-pretrained=run", "--n-layer=2", out="x"), "n_layer is 2, but .* has 1")
     refuses(train("--from-pretrained=nowhere", out="x"), "nowhere: no such folder")
+    shutil.copytree("run/checkpoint-20", "models/base")
+    Path("models/tokenizer.json").write_text("of another model")
+    done = train("--from-pretrained=models/base", steps=1, out="bytes")
+    assert done.code == 0, done.err
+    assert Path("bytes/wgsl_train_tokenizer.json").is_file()
 
 
 def test_narrow_training_and_widening_again(run, train):

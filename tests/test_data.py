@@ -20,6 +20,7 @@ from wgsl_train.data import (
     Prefetcher,
     Tokens,
     find_files,
+    find_tokenizer,
     load_tokenizer,
     load_tokens,
     target_ids,
@@ -423,7 +424,7 @@ def test_tokenizers_are_kept_beside_the_model(tokenizer_json, tmp_path):
         tokenizer.save(run)
         for folder in (run, run / "checkpoint-5"):
             again = load_tokenizer(folder)
-            assert type(again) is type(tokenizer)
+            assert type(again) is type(tokenizer) is type(load_tokenizer(find_tokenizer(folder)))
             assert again.encode("the cat").tolist() == tokenizer.encode("the cat").tolist()
     assert (tmp_path / "b/tokenizer.json").read_bytes() == tokenizer_json.read_bytes()
     assert isinstance(load_tokenizer(), ByteTokenizer)
@@ -433,6 +434,7 @@ def test_tokenizers_are_kept_beside_the_model(tokenizer_json, tmp_path):
 def test_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "model").mkdir()
     ByteTokenizer().save(tmp_path)  # beside a folder that is no checkpoint of this run
+    assert find_tokenizer(tmp_path / "model") is None
     with pytest.raises(DataError, match="pass one with --tokenizer"):
         load_tokenizer(tmp_path / "model")
     for note in ("{", json.dumps({"type": "words"})):

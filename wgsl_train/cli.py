@@ -37,7 +37,7 @@ from .config import (
     load_toml,
     preset_fields,
 )
-from .data import Dataset, Tokenizer, load_tokenizer
+from .data import Dataset, Tokenizer, find_tokenizer, load_tokenizer
 from .device import Device, list_adapters, no_adapter, request_device
 from .doctor import diagnose
 from .errors import ConfigError, DataError, DeviceError, TrainingError, WgslTrainError
@@ -367,7 +367,7 @@ def train(
     paths, tokenizer, kind = _data_settings(tables["data"], config, data, tokenizer, dtype)
     packed = saved_packing(start) if start else {}
     packing = _packing(tables["data"], config, pack, separator, packed)
-    tokens = load_tokenizer(tokenizer or (source if source and _has_tokenizer(source) else None))
+    tokens = load_tokenizer(tokenizer or (find_tokenizer(source) if source else None))
     sizes = {**tables["model"], **_flags(MambaConfig, given)}
     model_config = _model_config(sizes, source, tokens)
     model_config.check_effect(_given(MambaConfig, given))
@@ -504,11 +504,6 @@ def _layout(
     return Layout(
         [replace(s, trainable=s.name in trained) for s in specs], target, None, config.shard
     )
-
-
-def _has_tokenizer(source: Path) -> bool:
-    names = ("tokenizer.json", "wgsl_train_tokenizer.json")
-    return any((folder / n).exists() for folder in (source, source.parent) for n in names)
 
 
 def _plan(
@@ -807,8 +802,8 @@ def merge(
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     loaded.merge_adapter()
     loaded.save_pretrained(out_dir)
-    if _has_tokenizer(source):
-        load_tokenizer(source).save(out_dir)
+    if file := find_tokenizer(source):
+        load_tokenizer(file).save(out_dir)
 
 
 @app.command()
@@ -925,7 +920,7 @@ def _model_to_measure(
     model: Path | None, given: Mapping[str, Any]
 ) -> tuple[Path | None, MambaConfig]:
     source = find_checkpoint(model) if model else None
-    tokens = load_tokenizer(source if source and _has_tokenizer(source) else None)
+    tokens = load_tokenizer(find_tokenizer(source) if source else None)
     config = _model_config(_flags(MambaConfig, given), source, tokens)
     config.check_effect(_given(MambaConfig, given))
     return source, config

@@ -116,30 +116,37 @@ class FileTokenizer:
         _write(folder / TOKENIZER, self.json)
 
 
-def load_tokenizer(path: AnyPath | None = None) -> Tokenizer:
-    """A tokenizer: bytes for None, a tokenizer.json, or what was saved in a folder.
+def find_tokenizer(folder: AnyPath) -> Path | None:
+    """The file of the tokenizer that was saved in a folder; None where there is none.
 
     A checkpoint folder stands in its run's folder, so that is looked into as well.
+    """
+    given = Path(folder)
+    places = [given]
+    if given.name.startswith("checkpoint-"):
+        places.append(given.absolute().parent)
+    files = (place / name for place in places for name in (TOKENIZER, BYTES_NOTE))
+    return next((file for file in files if file.is_file()), None)
+
+
+def load_tokenizer(path: AnyPath | None = None) -> Tokenizer:
+    """A tokenizer: bytes for None, a tokenizer's file, or that of a folder, as `find_tokenizer` says.
+
     Raises DataError naming the path.
     """
     if path is None:
         return ByteTokenizer()
-    given = Path(path)
-    if not given.is_dir():
-        return FileTokenizer(given)
-    run = given.absolute().parent if given.name.startswith("checkpoint-") else given
-    for folder in (given, run):
-        if (folder / TOKENIZER).is_file():
-            return FileTokenizer(folder / TOKENIZER)
-        note = folder / BYTES_NOTE
-        if note.is_file():
-            try:
-                if json.loads(_read(note, "a tokenizer's note")) == {"type": "bytes"}:
-                    return ByteTokenizer()
-            except ValueError:
-                pass
-            raise DataError(f"{note}: names no tokenizer that is known here")
-    raise DataError(f"{path}: holds no {TOKENIZER}; pass one with --tokenizer")
+    file = find_tokenizer(path) if Path(path).is_dir() else Path(path)
+    if file is None:
+        raise DataError(f"{path}: holds no {TOKENIZER}; pass one with --tokenizer")
+    if file.name != BYTES_NOTE:
+        return FileTokenizer(file)
+    try:
+        if json.loads(_read(file, "a tokenizer's note")) == {"type": "bytes"}:
+            return ByteTokenizer()
+    except ValueError:
+        pass
+    raise DataError(f"{file}: names no tokenizer that is known here")
 
 
 # Files
