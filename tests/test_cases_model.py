@@ -88,7 +88,7 @@ def test_n15_every_initial_model_decays():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d_conv", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("d_conv", [1, 2, 3, 4, 5, 32])
 def test_s14_widths_that_divide_nothing(device, d_conv):
     config = MambaConfig(vocab_size=13, d_model=20, n_layer=1, d_state=17, d_conv=d_conv, dt_rank=2)
     assert_matches_oracle(wt.Model(config, device), lively(config), *batch(config, (1, 9)))

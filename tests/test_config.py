@@ -97,6 +97,7 @@ def test_smallest_and_largest_sizes_are_allowed():
         ("d_state", 0),
         ("d_state", 1025),
         ("d_conv", 0),
+        ("d_conv", 33),
         ("expand", 0),
         ("expand", 1.5),
         ("dt_rank", 0),

@@ -348,7 +348,7 @@ class MambaConfig(_Checked):
     n_layer: int = _rule("auto", 1, 4096)
     layers: tuple[str, ...] = ()
     d_state: int = _rule(16, 1, 1024)
-    d_conv: int = _rule(4, 1, 1024)
+    d_conv: int = _rule(4, 1, 32)  # kernels unroll over the taps
     expand: int = _rule(2, 1, 64)
     dt_rank: int = _rule("auto", 1, 1 << 16)
     discretization: Literal["euler", "zoh"] = _rule("euler", among=("euler", "zoh"))

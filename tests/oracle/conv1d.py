@@ -73,6 +73,7 @@ def sigmoid(x):
         one=1,
         leave_out=("state",),
     ),
+    case(batch=2, seqlen=21, d_inner=5, x_stride=10, d_conv=9, one=1, context=8),
     case(
         ("state", "documents"),
         batch=2,
@@ -126,6 +127,10 @@ def conv1d_silu_state(x, state, initial, documents, x_start):
     case(
         batch=2, seqlen=37, d_inner=5, x_stride=10, d_conv=4, one=1, run=16, n_partials=6 * 128,
         weight_stride=64, bias_stride=64, leave_out=("documents", "state"),
+    ),
+    case(
+        batch=2, seqlen=21, d_inner=5, x_stride=10, d_conv=9, one=1, run=16, context=8,
+        n_partials=4 * 128, weight_stride=64, bias_stride=64,
     ),
     case(
         batch=2, seqlen=70, d_inner=24, x_stride=56, x_start=28, d_conv=3, one=1, run=64,
