@@ -952,6 +952,20 @@ def test_carries_states_and_resumes(run, train):
     )
 
 
+def test_an_entry_s_own_width_of_heads_is_resumed(run):
+    def train(layers, steps, *more):
+        sizes = ("--d-model=8", "--batch-size=2", "--seq-len=16", f"--steps={steps}")
+        return run("train", "--data=text.txt", *sizes, f"--layers={layers}", *more)
+
+    done = train("attention:attn_head_dim=4", 1)
+    assert done.code == 0, done.err
+    saved = json.loads(Path("run/checkpoint-1/config.json").read_text())
+    assert saved["layers"] == ["attention:attn_head_dim=4:attn_heads=2"]
+    done = train("attention:attn_head_dim=4", 2, "--resume")
+    assert done.code == 0, done.err
+    refuses(train("attention:attn_head_dim=2", 2, "--resume"), "layers is ")
+
+
 # Every option of a configuration
 
 

@@ -570,3 +570,22 @@ def test_toml_that_is_not_there(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not TOML"):
         load_toml(tmp_path / "binary.toml")
+
+
+def test_an_entry_s_own_width_of_heads_sets_their_number():
+    def heads(config):
+        return [(la.config.attn_heads, la.config.attn_head_dim) for la in config.schedule]
+
+    layers = "attention,attention:attn_head_dim=32,attention:attn_head_dim=32:attn_heads=3"
+    config = MambaConfig(8, 128, n_layer=6, layers=layers)
+    assert heads(config) == [(2, 64), (4, 32), (3, 32)] * 2
+    assert heads(MambaConfig(8, 128, 1, layers="attention", attn_head_dim=32)) == [(4, 32)]
+    assert heads(MambaConfig(8, 128, layers=layers, attn_heads=1)) == [(1, 64), (1, 32), (3, 32)]
+    assert heads(MambaConfig(8, 128, layers="attention:attn_head_dim=32:attn_kv_heads=4")) == [
+        (4, 32)
+    ]
+    again = MambaConfig.from_hugging_face(json.loads(json.dumps(config.to_hugging_face())))
+    assert again == config == MambaConfig.from_json(config.to_json()) == replace(config)
+    assert heads(again) == heads(config)
+    with pytest.raises(ConfigError, match="attn_head_dim is 0"):
+        MambaConfig(8, 128, layers="attention:attn_head_dim=0")

@@ -478,6 +478,8 @@ def _model_config(
         others = found.to_dict()
         if name == "n_layer":
             del others["layers"]
+        if name == "layers" and found.attn_heads == found.auto_heads:
+            others["attn_heads"] = "auto"  # so that entries mean what they did for a new model
         wanted = MambaConfig.from_dict({**others, name: value})
         if getattr(wanted, name) != getattr(found, name):
             raise ConfigError(f"{name} is {value!r}, but {source} has {getattr(found, name)!r}")

@@ -390,6 +390,7 @@ class MambaConfig(_Checked):
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", (self.layers,))
         super().__post_init__()
+        auto = frozenset(f.name for f in fields(self) if getattr(self, f.name) == "auto")
         pattern = tuple(_entries(self.layers)) if self.layers else ("mamba",)
         if self.n_layer == "auto":  # type: ignore[comparison-overlap]
             if not self.layers:
@@ -404,7 +405,7 @@ class MambaConfig(_Checked):
         if self.attn_head_dim == "auto":  # type: ignore[comparison-overlap]
             object.__setattr__(self, "attn_head_dim", min(64, self.d_model))
         if self.attn_heads == "auto":  # type: ignore[comparison-overlap]
-            object.__setattr__(self, "attn_heads", -(-self.d_model // self.attn_head_dim))
+            object.__setattr__(self, "attn_heads", self.auto_heads)
         if self.attn_kv_heads and self.attn_heads % self.attn_kv_heads:
             allowed = f"divisors of attn_heads, {self.attn_heads}, or 0"
             self._refuse("attn_kv_heads", self.attn_kv_heads, allowed)
@@ -424,6 +425,8 @@ class MambaConfig(_Checked):
                 f"one that leaves the padded vocabulary at {1 << 20} or less",
             )
         if set(self.layers) != {"mamba"}:
+            resolved = {entry: self._resolved(entry, auto) for entry in dict.fromkeys(pattern)}
+            object.__setattr__(self, "layers", tuple(resolved[entry] for entry in self.layers))
             _ = self.schedule  # which checks the entries
 
     @functools.cached_property
@@ -467,9 +470,20 @@ class MambaConfig(_Checked):
             allowed = f"divisors of the number of heads (d_inner / head_dim), {self.n_heads}"
             self._refuse("n_groups", self.n_groups, allowed)
 
-    def _read_entry(self, entry: str) -> tuple[str, MambaConfig, str, frozenset[str]]:
+    def _resolved(self, entry: str, auto: frozenset[str]) -> str:
+        """An entry, and in it what "auto" makes of its own options, where that is not the model's.
+
+        auto   the fields of the model that were "auto"
+        """
+        _, config, _, follows = self._read_entry(entry, auto)
+        changed = (n for n in sorted(follows & auto) if getattr(config, n) != getattr(self, n))
+        return ":".join([entry, *(f"{name}={getattr(config, name)}" for name in changed)])
+
+    def _read_entry(
+        self, entry: str, auto: frozenset[str] = frozenset()
+    ) -> tuple[str, MambaConfig, str, frozenset[str]]:
         """Type, configuration, name of what is shared, and fields taken from the model, of an entry
-        such as "mamba:d_state=8:share=a"."""
+        such as "mamba:d_state=8:share=a". Fields in auto are resolved again, for the entry."""
         kind, *texts = (text.strip() for text in entry.split(":"))
         where = f"MambaConfig.layers: {entry!r}"
         if kind not in LAYER_TYPES:
@@ -496,7 +510,8 @@ class MambaConfig(_Checked):
                     f"{hint}known: {', '.join(known)}"
                 )
         tag = options.pop("share", "")
-        values = {name: _value(text) for name, text in options.items()}
+        values: dict[str, Any] = dict.fromkeys(auto.intersection(has), "auto")
+        values |= {name: _value(text) for name, text in options.items()}
         try:
             config = replace(self, layers=(), **values)
             if kind == "mamba2":
@@ -512,6 +527,11 @@ class MambaConfig(_Checked):
         if self.mlp != "none" or len(kinds) > 1 or not kinds <= _KEYS.keys():
             return ""
         return self.layers[0]
+
+    @property
+    def auto_heads(self) -> int:
+        """What attn_heads is where it is "auto"."""
+        return -(-self.d_model // self.attn_head_dim)
 
     @property
     def d_inner(self) -> int:
