@@ -87,13 +87,13 @@ def head_logits(plan: Plan, x: Tensor, head: str, bias: str | None = None) -> li
     (vocab_size,). Returns (rows, vocab_size) f32 in chunks of rows that one binding holds.
     """
     rows, vocab_size = x.size // x.shape[-1], plan.layout.specs[head].shape[0]
-    chunk = chunk_rows(plan.target, vocab_size)
+    chunk, chunks = chunk_rows(plan.target, vocab_size), list[Tensor]()
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
-        logits = plan.tensor("logits", (stop - start, vocab_size))
-        _logits(plan, x.rows(start, stop), head, bias, logits)
-        plan.keep.append(logits)
-    return plan.keep[:]
+        chunks.append(plan.tensor("logits", (stop - start, vocab_size)))
+        _logits(plan, x.rows(start, stop), head, bias, chunks[-1])
+    plan.keep += chunks
+    return chunks
 
 
 def language_model_loss(
