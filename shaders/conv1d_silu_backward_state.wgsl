@@ -3,6 +3,9 @@
 $$ set count = batch * d_inner
 $$ set steps = [context, seqlen] | min
 $$ set apart = "documents" in bound
+$$ set packed = false
+{$ include "include/pack.wgsl" $}
+{$ include "include/sigmoid.wgsl" $}
 
 // The input at timestep t, which may lie in the state.
 fn input(sequence: u32, t: i32, c: u32) -> f32 {
@@ -31,7 +34,7 @@ $$ endif
             let from_t = i32(t) - i32(context) + i32(k);
             pre += weight[c * d_conv + k] * input(sequence, from_t, c);
         }
-        let s = 1.0 / (1.0 + exp(min(-pre, 80.0)));
+        let s = sigmoid(pre);
         let dpre = du[(sequence * seqlen + t) * d_inner + c] * s * (1.0 + pre * (1.0 - s));
         for (var j = t; j < context; j++) {
             dstate[(sequence * context + j) * d_inner + c] += weight[c * d_conv + j - t] * dpre;

@@ -136,6 +136,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit`."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+
+
 def round_up(n: int, multiple: int) -> int:
     """Least multiple that is not below n."""
     return ceil_div(n, multiple) * multiple

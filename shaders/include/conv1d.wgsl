@@ -1,6 +1,7 @@
 // What the convolution's kernels share: a lane's own channels and its run of timesteps.
 {$ include "include/group_index.wgsl" $}
 {$ include "include/pack.wgsl" $}
+{$ include "include/sigmoid.wgsl" $}
 
 struct Run {
     sequence: u32,
@@ -58,9 +59,4 @@ $$ if packed
 $$ else
     return weight[c * d_conv + k];
 $$ endif
-}
-
-// Logistic function; exp's argument is capped so that it never overflows.
-fn sigmoid(a: pack) -> pack {
-    return 1.0 / (1.0 + exp(min(-a, pack(80.0))));
 }

@@ -1,6 +1,7 @@
 // What the gated norm's kernels share. A column is {{ width }} neighbouring elements; a group has {{ columns }}.
 {$ include "include/group_index.wgsl" $}
 {$ include "include/pack.wgsl" $}
+{$ include "include/sigmoid.wgsl" $}
 
 // y with its skip
 fn whole_y(row: u32, c: u32) -> pack {
@@ -10,11 +11,6 @@ fn whole_y(row: u32, c: u32) -> pack {
 
 fn z_at(row: u32, c: u32) -> pack {
     return zxbcdt[row * {{ d_proj // width }}u + c];
-}
-
-// Logistic function; exp's argument is capped so that it never overflows.
-fn sigmoid(a: pack) -> pack {
-    return 1.0 / (1.0 + exp(min(-a, pack(80.0))));
 }
 
 fn silu(a: pack) -> pack {

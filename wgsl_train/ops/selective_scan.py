@@ -29,6 +29,7 @@ from ..kernel import (
     alignment,
     by_kind,
     ceil_div,
+    divisor,
     elementwise,
     itemsize,
     round_up,
@@ -47,18 +48,13 @@ BACKWARD_WORKGROUPS = {"portable": 64, "cpu": 2, "discrete": 1536}
 Discretization = Literal["euler", "zoh"]
 
 
-def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most `limit`."""
-    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
-
-
 def _groups(d_state: int) -> int:
     return ceil_div(d_state, 4)
 
 
 def _quads(target: Target, groups: int) -> int:
     """Vectors of four states a lane holds. On a CPU several: loads and barriers are dear there."""
-    return _divisor(groups, 4) if target.kind == "cpu" else 1
+    return divisor(groups, 4) if target.kind == "cpu" else 1
 
 
 def _channels(target: Target, groups: int) -> int:
@@ -88,7 +84,7 @@ def _lanes(target: Target, v: Values) -> dict[str, int]:
         "channels": channels,
         "workgroup": channels * groups // quads,
         "subgroup": int(_by_subgroup(target, groups)),
-        "span": _divisor(v["chunk"], 2 if target.kind == "cpu" else 8),
+        "span": divisor(v["chunk"], 2 if target.kind == "cpu" else 8),
         "ragged": _ragged(v, channels),
     }
 
@@ -107,18 +103,18 @@ def _backward_lanes(target: Target, v: Values) -> dict[str, int]:
             "wide": 1,
             "subgroup": 1,
             "workgroup": 8,
-            "kept": _divisor(v["chunk"], 2),
+            "kept": divisor(v["chunk"], 2),
             "ragged": _ragged(v, v["channels"]),
         }
-    quads = _divisor(groups, 4 if cpu else 2)
-    kept = _divisor(v["chunk"], 2 if cpu else max(8, v["chunk"] // 32))
+    quads = divisor(groups, 4 if cpu else 2)
+    kept = divisor(v["chunk"], 2 if cpu else max(8, v["chunk"] // 32))
     return {
         "wide": 0,
         "subgroup": 0,
         "quads": quads,
         "workgroup": v["channels"] * groups // quads,
         "kept": kept,
-        "span": _divisor(kept, 2 if groups <= 128 else 1),
+        "span": divisor(kept, 2 if groups <= 128 else 1),
         "ragged": _ragged(v, v["channels"]),
     }
 

@@ -26,6 +26,7 @@ from ..kernel import (
     Values,
     by_kind,
     ceil_div,
+    divisor,
     elementwise,
     round_up,
     spread,
@@ -68,11 +69,6 @@ _TILES = (
     _Tile((16, 16, 16, 4, 4), 0.1, 0.2, 8),
 )
 _UNITS = {"portable": 16, "discrete": 132}  # multiprocessors
-
-
-def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most `limit`."""
-    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
 def _choose(
@@ -164,7 +160,7 @@ def _chunk_groups(v: Values) -> int:
 
 def _slices(target: Target, v: Values) -> dict[str, int]:
     """Choices for kernels that go along a chunk: lanes that share its steps, and of all heads."""
-    slices = 1 if target.kind == "cpu" else _divisor(v["chunk"] // 4, 32)
+    slices = 1 if target.kind == "cpu" else divisor(v["chunk"] // 4, 32)
     return {"slices": slices, "workgroup": slices * max(8, ceil_div(64, slices))}
 
 
@@ -610,7 +606,7 @@ def ssd(
         plan.dispatch(OUTPUT, **given, scores=scores, states=dstates, out=dxBC, **sizes)
         # the heads of a group are dealt out where there are few products
         wanted = WORKGROUPS.get(kind, WORKGROUPS["portable"])
-        splits = _divisor(n_heads // n_groups, ceil_div(wanted, 2 * batch * chunks * n_groups))
+        splits = divisor(n_heads // n_groups, ceil_div(wanted, 2 * batch * chunks * n_groups))
         dscores = plan.tensor(f"{name}.dscores", (splits, *score_shape))
         plan.dispatch(BACKWARD_SCORES, **given, dscores=dscores, **sizes)
         columns = 2 * n_groups * d_state
