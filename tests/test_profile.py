@@ -81,6 +81,15 @@ def test_nothing_is_changed(device):
         np.testing.assert_array_equal(*read)
 
 
+def test_a_carried_state_is_timed_and_put_back(device):
+    plain, profiled = (make(device, carry_state=True, batch_size=SHAPE[0]) for _ in range(2))
+    for i in range(2):
+        assert profiled.step(*pair(seed=i)).loss == plain.step(*pair(seed=i)).loss
+        found = profiled.profile(*SHAPE, steps=1)
+    (encoder,) = profiled.model.encoders  # no other step was compiled
+    assert [t.dispatch for t in found.timings] == list(encoder.plan.dispatches)
+
+
 def test_it_puts_things_back_where_it_fails(device, monkeypatch):
     trainer = make(device)
     trainer.step(*pair())

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from .config import Precision
 from .device import Device
 from .encoder import Buffers, Encoder, Timing
 from .kernel import Kernel
@@ -167,32 +166,18 @@ def warm_up(encoder: Encoder, *sections: str, seconds: float = 0.3) -> None:
             runs *= 2
 
 
-def profile_step(
-    model: Model,
-    batch: int,
-    seqlen: int,
-    *,
-    steps: int = 10,
-    activation_checkpointing: bool = False,
-    precision: Precision = "f32",
-) -> Profile:
-    """Profile one training step on random tokens, as the mean over `steps` of them.
+def profile_step(model: Model, step: Any, steps: int = 10) -> Profile:
+    """Profile a step of `Model.step_encoder` that updates, as the mean over `steps` of them.
 
-    They are real optimizer steps, under the hyper-parameters that are on the GPU: weights, moments
-    and counters move, and the log fills. `Trainer.profile` puts everything back. Where the adapter
-    has no timestamp queries, whole sections are timed by the host's clock, and there are no
-    ceilings; the profile says so.
+    They are real optimizer steps on random tokens, under the hyper-parameters that are on the GPU:
+    weights, moments, counters and carried states move, and the log fills. `Trainer.profile` puts
+    everything back. Where the adapter has no timestamp queries, whole sections are timed by the
+    host's clock, and there are no ceilings; the profile says so.
     """
+    encoder, tensors = step.encoder, step.tensors
+    batch, seqlen = tensors.tokens.shape
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, model.config.vocab_size, (2, batch, seqlen))
-    step = model.step_encoder(
-        batch,
-        seqlen,
-        update=True,
-        activation_checkpointing=activation_checkpointing,
-        precision=precision,
-    )
-    encoder, tensors = step.encoder, step.tensors
     model.load_batch(step, tokens.astype(np.uint32), targets.astype(np.uint32), tokens.size)
     warm_up(encoder, *SECTIONS)
     encode = submit = 0.0

@@ -552,22 +552,16 @@ class Trainer:
             raise ConfigError(f"steps is {steps}, must be 1 or more")
         if self._hyper_for is None:
             self._write_hyper(c.steps or 1)
-        plan = self._encoder(shape).encoder.plan
+        step = self._encoder(shape)
         changed = {
             tensor.root
-            for d in plan.dispatches
+            for d in step.encoder.plan.dispatches
             for _, tensor in d.bound("writes", "adds")
             if tensor.root.kind != "activation"
         }
         before = {tensor: buffers.read(tensor) for tensor in {*changed, optimizer.log}}
         try:
-            return profile_step(
-                self.model,
-                *shape,
-                steps=steps,
-                activation_checkpointing=c.activation_checkpointing,
-                precision=c.precision,
-            )
+            return profile_step(self.model, step, steps)
         finally:
             for tensor, values in before.items():
                 buffers.write(tensor, values)
