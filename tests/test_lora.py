@@ -15,7 +15,7 @@ from tests.test_model import lively, relative
 from tests.test_train import assert_same, moments, pair
 from wgsl_train.config import LORA_TARGETS, MambaConfig, TrainConfig
 from wgsl_train.device import with_target
-from wgsl_train.errors import CheckpointError, ConfigError, ShapeError
+from wgsl_train.errors import CheckpointError, ConfigError, ShapeError, TrainingError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
 from wgsl_train.models import lora
@@ -298,6 +298,48 @@ def test_merging_and_unmerging(device):  # C11
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["f32", "f16"])
+def test_a_trainer_goes_on_where_the_adapter_was_out(device, precision):
+    batch, results = pair(), {}
+    for away in (False, True):
+        trainer = trainer_of(device, precision=precision, warmup_steps=2)
+        first = [trainer.step(*batch) for _ in range(2)]
+        if away:
+            trainer.model.merge_adapter()
+            assert first[1].loss > 0
+            assert first[1].lr > 0  # told by the log that was there
+            with pytest.raises(TrainingError, match=r"adapter was added, merged.*unmerge_adapter"):
+                trainer.step(*batch)
+            trainer.model.unmerge_adapter()
+        after = trainer.step(*batch)
+        assert after.lr == pytest.approx(1e-2)
+        results[away] = trainer.model.adapter_state(), moments(trainer), after.record()
+    assert results[True][2] == results[False][2]
+    assert_same(results[True][0], results[False][0])
+    assert_same(results[True][1], results[False][1])
+
+
+def test_a_base_stored_in_another_way_keeps_the_moments(device):
+    trainer, batch = trainer_of(device), pair()
+    trainer.step(*batch)
+    before = moments(trainer)
+    trainer.model.store_base("int8")
+    trainer._settle()
+    assert_same(before, moments(trainer))
+    assert trainer.step(*batch).lr == pytest.approx(1e-2)
+
+
+def test_an_earlier_trainer_does_not_go_on_with_the_settings_of_a_later(device, tmp_path):
+    earlier, batch = trainer_of(device), pair()
+    result = earlier.step(*batch)
+    later = wt.Trainer(earlier.model, settings(lr=1e-3))
+    assert later.step(*batch).lr == pytest.approx(1e-3)
+    assert result.lr == pytest.approx(1e-2)
+    for act in (lambda: earlier.step(*batch), lambda: earlier.save(tmp_path)):
+        with pytest.raises(TrainingError, match="another one was made for its model"):
+            act()
+
+
 def test_loading_weights_refreshes_the_base_alone(device):
     model = trainer_of(device).model
     added, other = model.adapter_state(), lively(CONFIG, seed=9)

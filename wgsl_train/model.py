@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -299,6 +300,7 @@ class Model:
         self.adapter: lora.Lora | None = None
         self.source: str | None = None  # where it was loaded from
         self._merged: _Merged | None = None
+        self.trainer: weakref.ref[Any] | None = None  # who is told before parameters move
         self._turn = 0  # grows with each stream, which alone may use the carried state, and layout
         self._lay_out(self._layout(self.adapter, self.lora_base))
 
@@ -369,6 +371,8 @@ class Model:
         stay = [n for n in layout.specs if n in self.layout.specs and n not in changed]
         weights = {**{name: self._read(name) for name in stay}, **changed}
         stored = [pair for n, array in weights.items() for pair in _stored(layout, n, array)]
+        if self.trainer and (trainer := self.trainer()):
+            trainer.hold()
         self.buffers.free()
         self.adapter, self.lora_base = adapter, lora_base
         self._lay_out(layout)

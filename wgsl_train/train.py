@@ -9,6 +9,7 @@ import math
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +163,7 @@ class Trainer:
     Parameters
     ----------
     model    whose parameters are updated in place; moments and counters start anew, so that a
-             model has one trainer at a time
+             model has one trainer at a time: a step of an earlier one raises TrainingError
     config   how
 
     A step reads nothing back: its loss and norm stay on the GPU until a result is looked at,
@@ -179,8 +180,15 @@ class Trainer:
         self._hyper_for: int | None = None
         if config.precision == "f16":
             check_f16(model.device)
-        model.set_trainable(self._prepare(), config.shard)
+        self._trained = self._prepare()
+        model.set_trainable(self._trained, config.shard)
         model.layout.set_decay(config.decays)
+        self._layout, self._adapter = model.layout, model.adapter
+        self._held: dict[Tensor, Array] | None = None
+        self._held_moments: dict[str, Array] = {}
+        if model.trainer and (earlier := model.trainer()):
+            earlier._collect()  # its log is this one's from now on
+        model.trainer = weakref.ref(self)
         if config.carry_state:
             self._states  # noqa: B018 - which refuses layers that have none
             self.reset_states()
@@ -213,12 +221,56 @@ class Trainer:
     def reset_states(self) -> None:
         """Have the next step begin with states of zero, where they are carried: `fit` does so at
         the start of each epoch."""
+        self._settle()
         self.model.buffers.clear_named(f"{CARRIED}.")
 
     def owned_state(self) -> dict[str, Array]:
         """Copies of the parameters that this process updates: what the others of a sharded run
         give to `Model.update` after each step."""
+        self._settle()
         return {name: self.model._read(name) for name in self.model.layout.owned}
+
+    def hold(self) -> None:
+        """Keep on the host what is lost where the parameters move: `Model` calls it before."""
+        self._collect()
+        if self.model.layout is not self._layout or "_optimizer" not in vars(self):
+            return  # of an earlier move, or there is nothing yet
+        optimizer, buffers = self._optimizer, self.model.buffers
+        kept = [optimizer.state]
+        kept += [optimizer.loss_scale] if optimizer.loss_scale else []
+        kept += self._states.values() if self.config.carry_state else []
+        self._held = {tensor: buffers.read(tensor) for tensor in kept}
+        self._held_moments = {name: self.model.read_moment(name) for name in self._moment_shapes()}
+
+    def _settle(self) -> None:
+        """Go on where the parameters moved. Raises TrainingError where that means nothing."""
+        model = self.model
+        if not model.trainer or model.trainer() is not self:
+            raise TrainingError(
+                "this Trainer cannot go on: another one was made for its model, whose moments and "
+                "settings are on the device now. Go on with that one, or make a new Trainer."
+            )
+        if model.layout is self._layout:
+            return
+        if model.adapter != self._adapter:
+            raise TrainingError(
+                "this Trainer cannot go on: the model's adapter was added, merged or replaced since "
+                "it was made. Undo that (unmerge_adapter), or make a new Trainer."
+            )
+        model.set_trainable(self._trained, self.config.shard)
+        model.layout.set_decay(self.config.decays)
+        self._layout, self._hyper_for = model.layout, None
+        held, self._held = self._held, None
+        moments, self._held_moments = self._held_moments, {}
+        vars(self).pop("_states", None)
+        if held is None:
+            return
+        del self._optimizer
+        self._optimizer  # noqa: B018 - which makes it anew, for these places
+        for tensor, array in held.items():
+            model.buffers.write(tensor, array)
+        for name, array in moments.items():
+            model.write_moment(name, array)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -244,6 +296,7 @@ class Trainer:
         return planned.optimizer
 
     def _encoder(self, shape: tuple[int, ...], documents: bool = False) -> Any:
+        self._settle()
         batch, seqlen = shape
         return self.model.step_encoder(
             batch,
@@ -546,6 +599,7 @@ class Trainer:
 
         Changes nothing: weights, moments, counters and log are put back, by way of the host.
         """
+        self._settle()
         c, buffers, optimizer = self.config, self.model.buffers, self._optimizer
         shape = batch_size or c.batch_size, seq_len or c.seq_len
         if steps < 1:
@@ -573,6 +627,7 @@ class Trainer:
 
         Raises CheckpointError where weights are not finite, or the disk is full.
         """
+        self._settle()
         self._fetch()
         counters = self.model.buffers.read(self._optimizer.state)
         state = {
@@ -659,6 +714,7 @@ class Trainer:
         Raises CheckpointError where it is damaged, has no training state, or where its position
         in the data means nothing under this configuration.
         """
+        self._settle()
         self._collect()  # what was asked for before is told by today's log
         folder = find_checkpoint(path)
         if folder == Path(path) and not checked:  # one found in a run's folder was looked through
