@@ -29,11 +29,11 @@ $$ if apart
     var of{{ k }} = document_at(own.sequence, i32(own.start) - {{ halo - k }});
 $$ endif
 $$ endfor
-    // dx of a timestep needs dpre of the {{ halo }} after it: the walk goes on past the run's end.
 $$ for j in range(unroll)
     var next_a{{ j }} = {{ load("x", "x_at(own.sequence, own.start + " ~ j ~ "u, own.c)") }};
     var next_g{{ j }} = {{ load("du", "u_at(own.sequence, own.start + " ~ j ~ "u, own.c)") }};
 $$ endfor
+    // dx of a timestep needs dpre of the {{ halo }} after it: the walk goes on past the run's end.
     for (var t = own.start; t < own.stop + {{ halo }}u; t += {{ unroll }}u) {
 $$ for j in range(unroll)
         let a{{ halo + j }} = next_a{{ j }};

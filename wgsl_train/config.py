@@ -500,15 +500,8 @@ class MambaConfig(_Checked):
             options[name] = value
         mlp = options.get("mlp", self.mlp)
         has = [*LAYER_TYPES[kind], *MLP_TYPES.get(mlp, ())]
-        known = [*has, *_ANY_LAYER]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1, 0.6)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ConfigError(
-                    f"{where}: a layer of type {kind!r} with mlp {mlp!r} has no {name!r}; "
-                    f"{hint}known: {', '.join(known)}"
-                )
+        whose = f"{where}: a layer of type {kind!r} with mlp {mlp!r}"
+        check_keys(options, [*has, *_ANY_LAYER], whose)
         tag = options.pop("share", "")
         values: dict[str, Any] = dict.fromkeys(auto.intersection(has), "auto")
         values |= {name: _value(text) for name, text in options.items()}
