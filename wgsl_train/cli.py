@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -590,17 +591,35 @@ def _print_plan(planned: StepPlan, layout: Layout, config: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def _signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have SIGINT and SIGTERM call `handle`."""
+    """Have SIGINT and SIGTERM call `handle`, and none be lost."""
     old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    hook, sys.unraisablehook = sys.unraisablehook, _again
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    raise _Signalled(number)
+
+
+class _Signalled(SystemExit):
+    """A signal ends the process."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _again(dropped: Any) -> None:
+    """Raise a signal anew that fell into a destructor or callback, where Python drops exceptions."""
+    if isinstance(dropped.exc_value, _Signalled):
+        threading.Timer(0.01, os.kill, [os.getpid(), dropped.exc_value.number]).start()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 @contextlib.contextmanager
