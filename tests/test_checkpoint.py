@@ -19,6 +19,7 @@ from wgsl_train.checkpoint import (
     EMBEDDING,
     HEAD,
     check_names,
+    check_none_later,
     check_whole,
     checkpoints,
     clean,
@@ -658,12 +659,25 @@ def test_clean_removes_what_was_left_and_nothing_else(tmp_path):
 def test_rotation(tmp_path):
     for step in (1, 2, 3, 10):
         save(tmp_path, step)
-    rotate(tmp_path, 5)
+    rotate(tmp_path, 5, 10)
     assert len(checkpoints(tmp_path)) == 4
-    rotate(tmp_path, 2)
+    rotate(tmp_path, 2, 10)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-3"]
+    save(tmp_path, 5)
+    rotate(tmp_path, 1, 5)  # what was just written stays, where a later one is there, too
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-5"]
     with pytest.raises(CheckpointError, match="at least one"):
-        rotate(tmp_path, 0)
+        rotate(tmp_path, 0, 10)
+
+
+def test_a_later_checkpoint_is_not_written_beside(tmp_path):
+    save(tmp_path, 9)
+    save(tmp_path, 12)
+    check_none_later(tmp_path, 12)
+    with pytest.raises(CheckpointError, match="holds checkpoint-9, of a later step than 3: go on"):
+        check_none_later(tmp_path, 3)
+    (tmp_path / "checkpoint-12" / "config.json").unlink()
+    check_none_later(tmp_path, 9)  # nobody goes on from a damaged one
 
 
 @posix
@@ -714,7 +728,7 @@ with lock(folder):
             write_json(path / "config.json", {"step": step})
             for name in ("model", "optimizer"):
                 save_tensors(path / f"{name}.safetensors", {"w": np.full(1 << 18, step, np.float32)})
-        rotate(folder, 2)
+        rotate(folder, 2, step)
         print(step, flush=True)
         step += 1
 """

@@ -85,7 +85,7 @@ def test_what_cannot_be_held_is_refused(value, dtype, message):
 # Configuration
 
 
-@pytest.mark.parametrize("lora_base", ["int4", 8, None])
+@pytest.mark.parametrize("lora_base", ["int4", 8])
 def test_unknown_bases_are_refused(lora_base):
     with pytest.raises(ConfigError, match=r"lora_base is .*; allowed: 'f32' or 'f16' or 'int8'"):
         TrainConfig(lora_base=lora_base)
@@ -215,6 +215,24 @@ def test_a_checkpoint_has_the_values_that_were_computed_with_and_says_so(device,
     assert relative(wide.logits(tokens), logits) <= 1e-6
     wide.save_pretrained(tmp_path / "wide")
     assert checkpoint.load_tensors(tmp_path / "wide").metadata == {"format": "pt"}
+
+
+@pytest.mark.gpu
+def test_a_trainer_leaves_the_base_as_it_is(device, tmp_path):
+    trainer_of(device, lora_base="int8").model.save_pretrained(tmp_path)
+    model = wt.Model.from_pretrained(tmp_path, device)
+    wt.Trainer(model, settings())
+    assert model.lora_base == "int8"
+    wt.Trainer(model, settings(lora_base="f32"))
+    assert model.lora_base == "f32"
+    base(device).save_pretrained(tmp_path / "whole")
+    model = wt.Model.from_pretrained(tmp_path / "whole", device, "f16")
+    with pytest.raises(
+        ConfigError, match=r"lora_base is 'f16'.*set lora_rank, or lora_base to 'f32'"
+    ):
+        wt.Trainer(model, TrainConfig())
+    wt.Trainer(model, settings())
+    assert model.lora_base == "f16"
 
 
 @pytest.mark.gpu

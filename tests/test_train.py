@@ -28,7 +28,7 @@ from wgsl_train.errors import (
     DeviceError,
     TrainingError,
 )
-from wgsl_train.train import saved_config
+from wgsl_train.train import compare, evaluate, saved_config
 
 pytestmark = pytest.mark.gpu
 
@@ -344,6 +344,19 @@ def test_a_step_without_targets_changes_nothing(device):  # T14
     )
     assert result.loss == straight.step(tokens, targets).loss
     assert_same(trainer.model.state_dict(), straight.model.state_dict())
+
+
+def test_a_mean_over_no_target_is_refused(device):
+    model, (tokens, targets) = make(device).model, pair()
+    nothing = np.full_like(targets, -100)
+    for call in (model.loss, model.loss_and_grads):
+        with pytest.raises(DataError, match="all targets are ignored"):
+            call(tokens, nothing)
+    assert not model.scores(tokens, nothing).loss.any()
+    alone = wt.Dataset.from_documents([[1], [2], [3]])
+    for call in (lambda: evaluate(model, alone, 2, 9), lambda: compare(model, model, alone, 2, 9)):
+        with pytest.raises(DataError, match="no token to predict"):
+            call()
 
 
 def test_steps_without_targets_are_no_skips(device):
@@ -864,6 +877,38 @@ def test_a_packed_run_goes_on_exactly_and_packed_only(device, tmp_path):
     plain.fit(dataset(), out=tmp_path / "plain")
     assert logged(tmp_path / "plain") != logged(tmp_path / "run")
     assert second.evaluate(data).loss != second.evaluate(dataset()).loss
+
+
+def test_a_run_goes_on_with_its_own_data_only(device, tmp_path):
+    first = make(device, **settings(steps=4))
+    first.fit(dataset(), out=tmp_path, should_stop=lambda: first.progress.step == 2)
+    second = make(device, **settings(steps=4))
+    second.load(tmp_path)
+    with pytest.raises(DataError, match="began on other data of the same length"):
+        second.fit(dataset(seed=3), out=tmp_path)
+    assert second.fit(dataset(), out=tmp_path).step == 4
+
+
+def test_a_folder_keeps_the_run_that_got_further(device, tmp_path):
+    config = settings(steps=4, keep_checkpoints=1)
+    make(device, **config).fit(dataset(), out=tmp_path)
+    log = (tmp_path / "metrics.jsonl").read_bytes()
+    other = make(device, **config)
+    later = (
+        "holds checkpoint-4, of a later step than 0: go on from that one, or choose another folder"
+    )
+    with pytest.raises(CheckpointError, match=later):
+        other.fit(dataset(), out=tmp_path)
+    with pytest.raises(CheckpointError, match=later):
+        other.save(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == log
+    with (
+        checkpoint.lock(tmp_path / "other"),
+        pytest.raises(CheckpointError, match="in use by process"),
+    ):
+        other.fit(dataset(), out=tmp_path / "other")
+    other.load(tmp_path)
+    assert other.fit(dataset(), out=tmp_path).step == 4
 
 
 def test_a_skip_survives_resuming(device, tmp_path):

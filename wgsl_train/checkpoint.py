@@ -525,8 +525,12 @@ def _listed(folder: AnyPath) -> list[Path]:
 
 def checkpoints(folder: AnyPath) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
-    found = [(int(m[1]), p) for p in _listed(folder) if (m := _NAMED.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((p for p in _listed(folder) if _NAMED.fullmatch(p.name)), key=_step)
+
+
+def _step(path: Path) -> int:
+    """Of a checkpoint's name."""
+    return int(path.name.rpartition("-")[2])
 
 
 def latest(folder: AnyPath) -> Path | None:
@@ -563,11 +567,27 @@ def check_whole(path: AnyPath) -> None:
             raise CheckpointError(f"{folder}: {missing[0]} is missing")
 
 
-def rotate(folder: AnyPath, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints. Call it once the newest one is complete."""
+def check_none_later(folder: AnyPath, step: int) -> None:
+    """Raises CheckpointError where a run's folder holds a whole checkpoint of a later step.
+
+    What is written there next to such a one would be taken for older than it.
+    """
+    for path in [p for p in checkpoints(folder) if _step(p) > step]:
+        try:
+            check_whole(path)
+        except CheckpointError:
+            continue  # nobody goes on from it
+        raise CheckpointError(
+            f"{folder} holds {path.name}, of a later step than {step}: go on from that one, or "
+            "choose another folder"
+        )
+
+
+def rotate(folder: AnyPath, keep: int, step: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to a step. Call it once that one is complete."""
     if keep < 1:
         raise CheckpointError(f"{folder}: {keep} checkpoints to keep; at least one must stay")
-    for path in checkpoints(folder)[:-keep]:
+    for path in [p for p in checkpoints(folder) if _step(p) <= step][:-keep]:
         # out of the list first: a folder that is removed in part must not look like a checkpoint
         going = path.with_name(f".{path.name}.tmp-{os.getpid()}")
         try:

@@ -32,6 +32,7 @@ from .config import (
     NO_DECAY,
     PRESETS,
     WRITE_THROUGH,
+    LoraBase,
     MambaConfig,
     TrainConfig,
     check_keys,
@@ -43,7 +44,7 @@ from .device import Device, list_adapters, no_adapter, request_device
 from .doctor import diagnose
 from .errors import ConfigError, DataError, DeviceError, TrainingError, WgslTrainError
 from .kernel import Target
-from .model import Model, StepPlan, find_checkpoint, plan_step
+from .model import Model, StepPlan, find_checkpoint, plan_step, saved_base
 from .models import lora
 from .models.language_model import parameters
 from .models.lora import Lora
@@ -375,14 +376,16 @@ def train(
     dataset = Dataset.from_paths(paths, tokens, kind, model_config.vocab_size, **packing)
     training, held_out = dataset.split(train_config.eval_fraction)
     opened = _open(device, require_gpu, allow_cpu_adapter)
+    base = train_config.lora_base or (saved_base(source) if source else "f32")
     adapter = _adapter(model_config, train_config, source)
-    layout = _layout(model_config, train_config, adapter, opened.target)
+    Lora.check_base(adapter, base)
+    layout = _layout(model_config, train_config, adapter, base, opened.target)
     layout.set_decay(train_config.decays)
     planned = _plan(model_config, train_config, layout, opened.target, training)
     memory = planned.plan.memory()
     scale = saved_loss_scale(start) if start else INITIAL_SCALE
     for line in _description(
-        model_config, train_config, layout, adapter, memory, training, held_out, scale
+        model_config, train_config, layout, adapter, base, memory, training, held_out, scale
     ):
         err.print(line)
     if dry_run:
@@ -391,10 +394,9 @@ def train(
     if dry_run:
         return
     with checkpoint.lock(out_dir):
-        checkpoint.clean(out_dir)
         _check_free(out_dir, resume)
         if source:
-            model = Model.from_pretrained(source, opened, train_config.lora_base)
+            model = Model.from_pretrained(source, opened, base)
         else:
             model = Model(model_config, opened, train_config.seed)
         if not start:
@@ -403,7 +405,7 @@ def train(
         if start:
             trainer.load(start, checked=True)
             err.print(f"resuming   {start}")
-        _run(trainer, training, held_out, out_dir, stop_after, hot_reload, tensorboard)
+    _run(trainer, training, held_out, out_dir, stop_after, hot_reload, tensorboard)
 
 
 def _check_free(out_dir: Path, resume: bool) -> None:
@@ -492,15 +494,18 @@ def _adapter(model: MambaConfig, config: TrainConfig, source: Path | None) -> Lo
     adapter = Lora.of(model, config) if config.lora_rank else None
     if source and (source / lora.CONFIG).exists():
         adapter = lora.load(source, model)[0]
-    Lora.check_base(adapter, config)
     return adapter
 
 
 def _layout(
-    model: MambaConfig, config: TrainConfig, adapter: Lora | None, target: Target
+    model: MambaConfig,
+    config: TrainConfig,
+    adapter: Lora | None,
+    base: LoraBase,
+    target: Target,
 ) -> Layout:
     if adapter:
-        specs = lora.adapted(model, adapter, config.lora_base)
+        specs = lora.adapted(model, adapter, base)
         return Layout(specs, target, adapter.low_rank(), config.shard)
     specs = parameters(model)
     trained = config.trained(spec.name for spec in specs)
@@ -531,6 +536,7 @@ def _description(
     config: TrainConfig,
     layout: Layout,
     adapter: Lora | None,
+    base: LoraBase,
     memory: Memory,
     data: Dataset,
     held_out: Dataset | None,
@@ -570,7 +576,7 @@ def _description(
     stored, as_f32 = layout.stored_bytes
     if stored:
         yield (
-            f"base       {config.lora_base}: {as_f32 // 4:,} weights in {stored:,} bytes, "
+            f"base       {base}: {as_f32 // 4:,} weights in {stored:,} bytes, "
             f"{as_f32 - stored:,} fewer than as f32"
         )
     yield f"memory     {_memory_line(memory)}"

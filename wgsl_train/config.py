@@ -899,7 +899,8 @@ class TrainConfig(_Checked):
     lora_targets             weights that get an adapter: any projection's, conv1d, A_log,
                              embeddings (and with them a tied head), lm_head
     lora_base                storage of the frozen matrices under an adapter: "f32", "f16", or
-                             "int8" with a factor a row, which are rounded (QLoRA)
+                             "int8" with a factor a row, which are rounded (QLoRA); by default as
+                             the model has them
     shard                    (index, count): update every count-th parameter from index on, no other
     steps                    optimizer steps of the whole run; or epochs
     epochs                   passes over the data; or steps
@@ -940,7 +941,7 @@ class TrainConfig(_Checked):
     lora_rank: int = _rule(0, 0, 1 << 16)
     lora_alpha: float = _rule(16.0, 1e-6, 1e6)
     lora_targets: tuple[str, ...] = LORA_TARGETS
-    lora_base: Literal["f32", "f16", "int8"] = _rule("f32", among=("f32", "f16", "int8"))
+    lora_base: Literal["f32", "f16", "int8"] | None = _rule(None, among=("f32", "f16", "int8"))
     shard: tuple[int, int] | None = None
     steps: int | None = _rule(None, 1)
     epochs: int | None = _rule(None, 1)

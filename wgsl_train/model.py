@@ -241,6 +241,16 @@ def find_checkpoint(path: str | Path) -> Path:
     return folder
 
 
+def saved_base(folder: Path) -> LoraBase:
+    """How the matrices were stored on the device when this folder was saved."""
+    return _base(checkpoint.load_tensors(folder))
+
+
+def _base(tensors: checkpoint.Tensors) -> LoraBase:
+    known = tensors.metadata.get(_BASE)
+    return known if known in lora.STORED else "f32"
+
+
 def _shapes(state: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     return {name: np.shape(array) for name, array in state.items()}
 
@@ -463,9 +473,7 @@ class Model:
         config = MambaConfig.from_hugging_face(checkpoint.read_json(folder / checkpoint.CONFIG))
         tensors = checkpoint.model_tensors(folder, config.tie_embeddings)
         model = cls.__new__(cls)
-        known = tensors.metadata.get(_BASE)
-        saved: LoraBase = known if known in ("f16", "int8") else "f32"  # type: ignore[assignment]
-        model._setup(config, device, lora_base or saved)
+        model._setup(config, device, lora_base or _base(tensors))
         model.load_state_dict(tensors, str(folder))
         model.source = str(path)
         if (folder / lora.CONFIG).exists():
@@ -500,7 +508,8 @@ class Model:
         if self.adapter:
             raise ConfigError("the model has an adapter: merge it before another one is added")
         adapter = replace(lora.Lora.of(self.config, train), base=self.source)
-        self._adapt(adapter, train.lora_base, dict(adapter.initialize(self.config, train.seed)))
+        base = train.lora_base or self.lora_base
+        self._adapt(adapter, base, dict(adapter.initialize(self.config, train.seed)))
 
     def store_base(self, lora_base: LoraBase) -> None:
         """Store the matrices under an adapter in another way, as in TrainConfig.
@@ -644,7 +653,10 @@ class Model:
         documents: npt.ArrayLike | None = None,
         attention_mask: npt.ArrayLike | None = None,
     ) -> float:
-        """Mean loss in nats over the targets that count. Arguments as for `loss_and_grads`."""
+        """Mean loss in nats over the targets that count. Arguments as for `loss_and_grads`.
+
+        Raises DataError, besides, where no target counts.
+        """
         rows = self.rows(tokens, documents, attention_mask)
         step = self._run(rows, targets, training=False)
         return float(step.encoder.read(step.tensors.loss)[0])
@@ -678,6 +690,8 @@ class Model:
         ids = rows.ids
         wanted = rows.targets(self.check_targets(targets, ids.shape))
         count = int((wanted != IGNORED).sum()) if count is None else count
+        if not count and not options.get("carried"):  # a chunk of a longer sequence may have none
+            raise DataError("all targets are ignored, or of padding: there is no loss")
         step = self._step_for(rows, **options)
         self.load_batch(step, ids, wanted, count, rows.documents)
         step.encoder.run("forward", "backward")
@@ -747,7 +761,7 @@ class Model:
                          and whose targets are ignored
         activation_checkpointing   less memory for one more forward pass; the same bits
 
-        Raises DataError where an id is outside its range, or shapes differ.
+        Raises DataError where an id is outside its range, shapes differ, or no target counts.
         """
         rows = self.rows(tokens, documents, attention_mask)
         step = self._run(rows, targets, activation_checkpointing=activation_checkpointing)

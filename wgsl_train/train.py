@@ -146,6 +146,7 @@ class Progress:
     packed        1 where the data's documents are kept apart; None where that is not known: before
                   `fit`, or by a checkpoint that does not say
     separator     the id that ends one, -1 for none; None as above
+    data_checksum `Dataset.checksum` of the data; None as above
     """
 
     step: int = 0
@@ -155,6 +156,7 @@ class Progress:
     data_tokens: int = 0
     packed: int | None = None
     separator: int | None = None
+    data_checksum: int | None = None
 
 
 class Trainer:
@@ -178,6 +180,7 @@ class Trainer:
         self._skips = 0  # in a row, as far as they are fetched
         self._warned = False
         self._hyper_for: int | None = None
+        self._resumed: Path | None = None  # the folder of the run that this one goes on with
         if config.precision == "f16":
             check_f16(model.device)
         self._trained = self._prepare()
@@ -198,8 +201,9 @@ class Trainer:
         model, config = self.model, self.config
         if config.lora_rank and model.adapter is None:
             model.add_adapter(config)
-        Lora.check_base(model.adapter, config)
-        model.store_base(config.lora_base)
+        base = config.lora_base or model.lora_base
+        Lora.check_base(model.adapter, base)
+        model.store_base(base)
         if model.adapter is None:
             return config.trained(model.layout.specs)
         if config.lora_rank and Lora.of(model.config, config) != model.adapter:
@@ -507,7 +511,8 @@ class Trainer:
                        not looked for
 
         Raises TrainingError after `max_skips` steps in a row without a finite gradient, DataError
-        where a run that is resumed began on other data.
+        where a run that is resumed began on other data, CheckpointError where `out` is in use, or
+        holds a later checkpoint of another run.
         """
         c, progress = self.config, self.progress
         for data in filter(None, (dataset, eval_dataset)):
@@ -531,12 +536,17 @@ class Trainer:
                 f"the run began with separator {before}, these data have {now}: it can go on in the "
                 "same way only"
             )
+        if progress.data_checksum not in (None, dataset.checksum):
+            raise DataError(
+                "the run began on other data of the same length: it can go on with the same data only"
+            )
         progress.data_tokens, progress.packed = len(dataset), int(dataset.pack)
-        progress.separator = separator
+        progress.separator, progress.data_checksum = separator, dataset.checksum
         unlogged: list[tuple[StepResult, int]] = []  # with their epochs
         clock, tokens, first = _Clock(), progress.tokens, progress.step + 1
         reload = HotReload(self.model, hot_reload) if hot_reload else None
         with (
+            self._folder(out) if out else contextlib.nullcontext(),
             _Metrics(Path(out) if out else None, on_log, progress.step) as metrics,
             Prefetcher(self._windows(dataset)) as windows,
         ):
@@ -585,6 +595,19 @@ class Trainer:
                     break
         return progress
 
+    @contextlib.contextmanager
+    def _folder(self, out: str | Path) -> Iterator[None]:
+        """Have a run's folder for this run alone, without what one that was killed left in it."""
+        with checkpoint.lock(out):
+            checkpoint.clean(out)
+            self._check_free(out)
+            yield
+
+    def _check_free(self, out: str | Path) -> None:
+        """Raises CheckpointError where a folder holds a later checkpoint, of another run."""
+        if Path(out).resolve() != self._resumed:
+            checkpoint.check_none_later(out, self.progress.step)
+
     def evaluate(self, dataset: Dataset, batch_size: int | None = None) -> Evaluation:
         """Mean loss over every predicted token of a dataset. Changes nothing."""
         c, model = self.config, self.model
@@ -625,9 +648,11 @@ class Trainer:
     def save(self, out: str | Path) -> Path:
         """Write `out`/checkpoint-STEP atomically, then drop old ones past `keep_checkpoints`.
 
-        Raises CheckpointError where weights are not finite, or the disk is full.
+        Raises CheckpointError where weights are not finite, the disk is full, or `out` holds a
+        later checkpoint of another run.
         """
         self._settle()
+        self._check_free(out)
         self._fetch()
         counters = self.model.buffers.read(self._optimizer.state)
         state = {
@@ -653,7 +678,7 @@ class Trainer:
             self._record_tuning(Path(out))
             files = sorted(path.name for path in folder.iterdir())
             checkpoint.write_json(folder / TRAINER_STATE, {**state, checkpoint.FILES: files})
-        checkpoint.rotate(out, self.config.keep_checkpoints)
+        checkpoint.rotate(out, self.config.keep_checkpoints, self.progress.step)
         return Path(out) / f"checkpoint-{self.progress.step}"
 
     def _counts(self) -> dict[str, int]:
@@ -782,7 +807,7 @@ class Trainer:
         if optimizer.loss_scale:
             self.model.buffers.write(optimizer.loss_scale, np.array(loss_scale))
         self._calls, self._skips = counters["calls"], counters["skipped_in_a_row"]
-        self.progress = progress
+        self.progress, self._resumed = progress, folder.parent.resolve()
 
 
 def _moments(layout: Layout) -> list[Tensor]:
@@ -792,7 +817,7 @@ def _moments(layout: Layout) -> list[Tensor]:
 def _progress(state: Mapping[str, Any]) -> Progress:
     """Of a trainer's state, where the run stood. Raises what bad values do."""
     saved = dict(state["progress"])
-    unknown = [name for name in ("packed", "separator") if saved.get(name, 0) is None]
+    unknown = [name for name, value in saved.items() if value is None]
     return Progress(**{name: int(v) for name, v in saved.items() if name not in unknown})
 
 
@@ -845,6 +870,8 @@ def evaluate(
     """Mean loss in nats, and accuracy, over every predicted token of a dataset.
 
     should_stop   asked before each batch; True ends with the batches so far
+
+    Raises DataError where there is no token to predict, as in packed documents of one token each.
     """
     loss, count, top1, top5 = 0.0, 0, 0, 0
     for batch in dataset.batches(batch_size, seq_len, seed=None, epoch=0):
@@ -856,6 +883,8 @@ def evaluate(
         top1 += int((rank == 0).sum())
         top5 += int(((rank >= 0) & (rank < 5)).sum())
         count += batch.n_targets
+    else:
+        _need_targets(count)
     n = max(1, count)
     return Evaluation(loss / n, count, top1 / n, top5 / n)
 
@@ -887,7 +916,7 @@ class Comparison:
 def compare(a: Model, b: Model, dataset: Dataset, batch_size: int, seq_len: int) -> Comparison:
     """Losses of two models over every predicted token of a dataset, and which one wins how often.
 
-    Raises ConfigError where the models' vocabularies differ.
+    Raises ConfigError where the models' vocabularies differ, DataError as `evaluate`.
     """
     if a.config.vocab_size != b.config.vocab_size:
         raise ConfigError(
@@ -904,8 +933,16 @@ def compare(a: Model, b: Model, dataset: Dataset, batch_size: int, seq_len: int)
         losses += [first.sum(dtype=np.float64), second.sum(dtype=np.float64)]
         wins += float((second < first).sum() + 0.5 * (second == first).sum())
         count += batch.n_targets
-    n = max(1, count)
-    return Comparison(float(losses[0]) / n, float(losses[1]) / n, wins / n, count)
+    _need_targets(count)
+    loss_a, loss_b = map(float, losses / count)
+    return Comparison(loss_a, loss_b, wins / count, count)
+
+
+def _need_targets(count: int) -> None:
+    if not count:
+        raise DataError(
+            "the data have no token to predict: of a packed document the first is only read"
+        )
 
 
 def _due(step: int, every: int) -> bool:

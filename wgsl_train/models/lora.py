@@ -88,12 +88,12 @@ class Lora:
         return cls(train.lora_rank, train.lora_alpha, ranks)
 
     @staticmethod
-    def check_base(adapter: Lora | None, train: TrainConfig) -> None:
-        """Raises ConfigError where a configuration asks for a base without an adapter."""
-        if adapter is None and train.lora_base != "f32":
+    def check_base(adapter: Lora | None, base: LoraBase) -> None:
+        """Raises ConfigError where matrices are stored as they do not train, without an adapter."""
+        if adapter is None and base != "f32":
             raise ConfigError(
-                f"TrainConfig.lora_base is {train.lora_base!r}, the storage of frozen weights under "
-                "an adapter, and there is none: set lora_rank"
+                f"lora_base is {base!r}, the storage of frozen weights under an adapter, and there "
+                "is none: set lora_rank, or lora_base to 'f32'"
             )
 
     def summary(self, model: MambaConfig) -> str:
