@@ -850,6 +850,8 @@ def test_trains_and_resumes_a_schedule_of_layers(run, train):
 def test_refuses_options_of_the_model_that_have_no_effect(run, train):
     refuses(train("--attn-heads=4"), "attn_heads has no effect: .* of type 'attention'")
     refuses(run("profile", "--d-model=8", "--d-ff=12"), "d_ff has no effect: .* mlp 'swiglu'")
+    Path("run.toml").write_text('[model]\npreset = "memory_engine"\nattn_heads = 2\n')
+    refuses(train("--config=run.toml"), "attn_heads has no effect: .* of type 'attention'")
     done = train("--preset=memory_engine", "--layers=mamba2", "--head-dim=4", "--dry-run")
     assert done.code == 0, done.err  # a preset's fields are for any layers
 

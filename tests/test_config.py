@@ -139,7 +139,7 @@ def test_smallest_and_largest_sizes_are_allowed():
 )
 def test_refuses_naming_field_value_and_range(field, value):
     with pytest.raises(ConfigError) as caught:
-        MambaConfig(**(SIZES | {field: value}))
+        MambaConfig(**(SIZES | {field: value}), layers=("mamba", "attention"))
     text = str(caught.value)
     assert f"MambaConfig.{field} is {value!r}; allowed: " in text
     assert not text.endswith("allowed: ")
@@ -570,6 +570,16 @@ def test_toml_that_is_not_there(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not TOML"):
         load_toml(tmp_path / "binary.toml")
+
+
+def test_an_entry_s_own_heads_are_what_those_of_keys_divide():
+    sizes = {"vocab_size": 9, "d_model": 128, "attn_kv_heads": 3}
+    made = MambaConfig(**sizes, layers=("mamba", "attention:attn_heads=6"))
+    assert [layer.config.attn_heads for layer in made.schedule] == [2, 6]
+    with pytest.raises(
+        ConfigError, match=r"'attention': .*attn_kv_heads is 3; allowed: divisors of"
+    ):
+        MambaConfig(**sizes, layers=("attention:attn_heads=6", "attention"))
 
 
 def test_an_entry_s_own_width_of_heads_sets_their_number():

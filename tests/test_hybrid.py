@@ -11,7 +11,7 @@ import wgsl_train as wt
 from tests.oracle_model import loss_and_grads
 from tests.test_model import assert_matches_oracle, batch, lively, relative
 from wgsl_train.checkpoint import check_names
-from wgsl_train.config import LAYER_TYPES, LORA_TARGETS, MambaConfig, load_toml
+from wgsl_train.config import LAYER_TYPES, LORA_TARGETS, MambaConfig, expand_preset, load_toml
 from wgsl_train.errors import CheckpointError, ConfigError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
@@ -100,6 +100,10 @@ def test_a_schedule_that_is_none(layers, message):
     "layers, name, message",
     [
         ("mamba", "head_dim", "head_dim has no effect: it is an option of layers of type 'mamba2'"),
+        ("mamba", "time_step_limit", "time_step_limit has no effect: .* layers of type 'mamba2', "),
+        ("mamba2", "a_log_clamp", "a_log_clamp has no effect: .* layers of type 'mamba', "),
+        ("mamba", "a_log_clamp", None),
+        ("mamba,mamba2", "time_step_limit", None),
         ("mamba", "d_ff", "d_ff has no effect: it is an option of mlp 'swiglu'"),
         ("mamba2", "attn_heads", "attn_heads has no effect: .* layers of type 'attention', and"),
         ("attention", "d_state", "d_state has no effect: .* of type 'mamba' or 'mamba2', and"),
@@ -159,16 +163,16 @@ def test_presets():
 def test_presets_and_schedules_in_toml(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\nvocab_size = 9\nd_model = 8\npreset = "jamba"\nd_ff = 3\n')
-    made = MambaConfig.from_dict(load_toml(path)["model"])
+    made = MambaConfig.from_dict(expand_preset(load_toml(path)["model"]))
     assert made == MambaConfig.preset("jamba", vocab_size=9, d_model=8, d_ff=3)
     path.write_text('[model]\nvocab_size = 9\nd_model = 8\nlayers = ["mamba*2", "attention"]\n')
-    made = MambaConfig.from_dict(load_toml(path)["model"])
+    made = MambaConfig.from_dict(expand_preset(load_toml(path)["model"]))
     assert made.layers == ("mamba", "mamba", "attention")
     path.write_text('[model]\npreset = "jumbo"\n')
     with pytest.raises(
         ConfigError, match="preset is 'jumbo'; allowed: memory_engine, jamba, zamba"
     ):
-        load_toml(path)
+        expand_preset(load_toml(path)["model"])
 
 
 # On disk
@@ -358,6 +362,8 @@ def test_state_space_layers_need_no_more_room(device):
         plan = attends._decoder(1, 1)[0].plan
         assert plan["state.1.1.kv"].shape == (1, capacity, 40)
     assert nbytes < attends.buffers.nbytes
+    attends.use_tuning({"none": {}})  # begins anew, with what has room for as much as is planned
+    assert len(attends.generate(np.arange(300) % 37, 300)) == 300
 
 
 # Training

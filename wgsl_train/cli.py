@@ -36,8 +36,8 @@ from .config import (
     MambaConfig,
     TrainConfig,
     check_keys,
+    expand_preset,
     load_toml,
-    preset_fields,
 )
 from .data import Dataset, Tokenizer, find_tokenizer, load_tokenizer
 from .device import Device, list_adapters, no_adapter, request_device
@@ -235,7 +235,7 @@ def _flags(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration that the command line gives."""
     values = {name: given[name] for name in _given(cls, given)}
     if cls is MambaConfig and given["preset"]:
-        values = preset_fields(given["preset"]) | values
+        values = expand_preset({"preset": given["preset"], **values})
     if re.fullmatch(r"\d+", str(values.get("dt_rank"))):
         values["dt_rank"] = int(values["dt_rank"])
     if "lora_targets" in values:
@@ -370,9 +370,9 @@ def train(
     packed = saved_packing(start) if start else {}
     packing = _packing(tables["data"], config, pack, separator, packed)
     tokens = load_tokenizer(tokenizer or (find_tokenizer(source) if source else None))
-    sizes = {**tables["model"], **_flags(MambaConfig, given)}
+    sizes = {**expand_preset(tables["model"]), **_flags(MambaConfig, given)}
     model_config = _model_config(sizes, source, tokens)
-    model_config.check_effect(_given(MambaConfig, given))
+    model_config.check_effect([*tables["model"], *_given(MambaConfig, given)])
     dataset = Dataset.from_paths(paths, tokens, kind, model_config.vocab_size, **packing)
     training, held_out = dataset.split(train_config.eval_fraction)
     opened = _open(device, require_gpu, allow_cpu_adapter)

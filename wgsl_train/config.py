@@ -98,6 +98,8 @@ LAYER_TYPES: dict[str, tuple[str, ...]] = {
         "attn_bias",
     ),
 }
+# Fields that all layers of a type have from the model alone
+_OF_ALL = {"a_log_clamp": "mamba", "time_step_limit": "mamba2"}
 # What may follow a mixer, and the fields that it has
 MLP_TYPES: dict[str, tuple[str, ...]] = {"none": (), "swiglu": ("d_ff",)}
 _ANY_LAYER = ("mlp", "share")
@@ -125,6 +127,12 @@ def preset_fields(name: str) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"preset is {name!r}; allowed: {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a model, among which "preset" stands for those that are not given themselves."""
+    own = {name: value for name, value in values.items() if name != "preset"}
+    return {**preset_fields(values["preset"]), **own} if "preset" in values else own
 
 
 def _rule(
@@ -406,12 +414,6 @@ class MambaConfig(_Checked):
             object.__setattr__(self, "attn_head_dim", min(64, self.d_model))
         if self.attn_heads == "auto":  # type: ignore[comparison-overlap]
             object.__setattr__(self, "attn_heads", self.auto_heads)
-        if self.attn_kv_heads and self.attn_heads % self.attn_kv_heads:
-            allowed = f"divisors of attn_heads, {self.attn_heads}, or 0"
-            self._refuse("attn_kv_heads", self.attn_kv_heads, allowed)
-        if self.attn_rotary_dim % 2 or self.attn_rotary_dim > self.attn_head_dim:
-            allowed = f"even numbers up to attn_head_dim, {self.attn_head_dim}"
-            self._refuse("attn_rotary_dim", self.attn_rotary_dim, allowed)
         if self.d_ff == "auto":  # type: ignore[comparison-overlap]
             object.__setattr__(self, "d_ff", -(-8 * self.d_model // (3 * 64)) * 64)
         if self.time_step_min > self.time_step_max:
@@ -448,9 +450,12 @@ class MambaConfig(_Checked):
 
     def check_effect(self, names: Iterable[str]) -> None:
         """Raises ConfigError at the first of these fields that no layer of the model takes from it."""
-        followed = frozenset[str]().union(*(layer.follows for layer in self.schedule))
+        types = {layer.type for layer in self.schedule}
+        followed = {name for name, kind in _OF_ALL.items() if kind in types}
+        followed.update(*(layer.follows for layer in self.schedule))
         for name in names:
             have = [repr(kind) for kind, its in LAYER_TYPES.items() if name in its]
+            have += [repr(_OF_ALL[name])] if name in _OF_ALL else []
             mlps = [repr(kind) for kind, its in MLP_TYPES.items() if name in its]
             if (have or mlps) and name not in followed:
                 whose = (
@@ -469,6 +474,15 @@ class MambaConfig(_Checked):
         if self.n_heads % self.n_groups:
             allowed = f"divisors of the number of heads (d_inner / head_dim), {self.n_heads}"
             self._refuse("n_groups", self.n_groups, allowed)
+
+    def _check_attention(self) -> None:
+        """Raises ConfigError where the heads of an attention layer do not fit together."""
+        if self.attn_kv_heads and self.attn_heads % self.attn_kv_heads:
+            allowed = f"divisors of attn_heads, {self.attn_heads}, or 0"
+            self._refuse("attn_kv_heads", self.attn_kv_heads, allowed)
+        if self.attn_rotary_dim % 2 or self.attn_rotary_dim > self.attn_head_dim:
+            allowed = f"even numbers up to attn_head_dim, {self.attn_head_dim}"
+            self._refuse("attn_rotary_dim", self.attn_rotary_dim, allowed)
 
     def _resolved(self, entry: str, auto: frozenset[str]) -> str:
         """An entry, and in it what "auto" makes of its own options, where that is not the model's.
@@ -509,6 +523,8 @@ class MambaConfig(_Checked):
             config = replace(self, layers=(), **values)
             if kind == "mamba2":
                 config._check_heads()
+            elif kind == "attention":
+                config._check_attention()
             return kind, config, tag, frozenset(has) - options.keys()
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
@@ -1015,9 +1031,9 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def load_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     """The tables [model], [train] and [data] of a TOML file; an absent one is empty.
 
-    A preset that [model] names is replaced by its fields, as far as the table has none. Raises
-    ConfigError naming an unknown table or key and the nearest valid one. What [data] may hold, and
-    the values of the other two, is for their readers to check.
+    [model] may have a preset, see `expand_preset`. Raises ConfigError naming an unknown table or
+    key and the nearest valid one. What [data] may hold, and the values of the other two, is for
+    their readers to check.
     """
     try:
         tables = tomllib.loads(Path(path).read_text("utf-8"))
@@ -1032,7 +1048,4 @@ def load_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     for name, cls in (("model", MambaConfig), ("train", TrainConfig)):
         known = [*(f.name for f in fields(cls)), *(["preset"] if name == "model" else [])]
         check_keys(tables.get(name, {}), known, f"{path}: [{name}]")
-    made = {name: tables.get(name, {}) for name in ("model", "train", "data")}
-    if "preset" in made["model"]:
-        made["model"] = preset_fields(made["model"].pop("preset")) | made["model"]
-    return made
+    return {name: tables.get(name, {}) for name in ("model", "train", "data")}

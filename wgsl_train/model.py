@@ -323,10 +323,6 @@ class Model:
         """Use these places; whatever was compiled for others is forgotten."""
         self.layout = layout
         self._turn += 1
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget what was compiled."""
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._embedders: dict[tuple[Any, ...], _Embedder] = {}
         self._forwards: dict[tuple[Any, ...], _Forward] = {}
@@ -399,7 +395,8 @@ class Model:
         """Run kernels by these choices, as `Target.tuned` has them, from now on."""
         if tuned != self.device.target.tuned:
             self.device = self.buffers.device = with_target(self.device, tuned=tuned)
-            self._forget()
+            self._drop_states()
+            self._lay_out(self.layout)
 
     # -- weights -----------------------------------------------------------------------------
 
@@ -915,11 +912,14 @@ class Model:
     def _make_room(self, tokens: int) -> None:
         """See to it that a state that grows has room for so many tokens."""
         if tokens > self._capacity and language_model.state_grows(self.config):
-            for encoder, _, _ in self._decoders.values():
-                self.buffers.drop(*_states(encoder.plan))
+            self._drop_states()
             self._decoders.clear()
             while self._capacity < tokens:
                 self._capacity *= 2
+
+    def _drop_states(self) -> None:
+        for encoder, _, _ in self._decoders.values():
+            self.buffers.drop(*_states(encoder.plan))
 
     def stream(
         self,
