@@ -11,7 +11,8 @@ from tests.test_model import lively, relative
 from tests.test_train import assert_same, pair
 from wgsl_train import checkpoint
 from wgsl_train.config import MambaConfig, TrainConfig
-from wgsl_train.errors import CheckpointError, ConfigError, ShapeError
+from wgsl_train.encoder import Buffers
+from wgsl_train.errors import CheckpointError, ConfigError, DeviceError, ShapeError
 from wgsl_train.kernel import PORTABLE
 from wgsl_train.model import plan_step
 from wgsl_train.models import lora
@@ -296,6 +297,27 @@ def test_a_base_that_cannot_be_stored_leaves_the_model_as_it_was(device, adapter
     with pytest.raises(CheckpointError, match=r"out_proj.weight\[1, 2\] is 100000.0, which f16"):
         wt.Trainer(model, settings(lora_base="f16"))
     assert_held(model, before)
+
+
+@pytest.mark.gpu
+def test_a_device_without_room_leaves_model_and_trainer_as_they_were(device, monkeypatch):
+    trainer, straight = trainer_of(device, lora_base="int8"), trainer_of(device, lora_base="int8")
+    for one in (trainer, straight):
+        one.step(*pair())
+    before, create, made = held(trainer.model), Buffers.create, []
+
+    def refuse(buffers, label, nbytes):
+        made.append(label)
+        if len(made) == 1:  # what comes next is what was there
+            raise DeviceError(f"no room for {label}")
+        return create(buffers, label, nbytes)
+
+    monkeypatch.setattr(Buffers, "create", refuse)
+    with pytest.raises(DeviceError, match="no room for"):
+        trainer.model.merge_adapter()
+    assert_held(trainer.model, before)
+    assert trainer.step(*pair()).record() == straight.step(*pair()).record()
+    assert_same(trainer.model.adapter_state(), straight.model.adapter_state())
 
 
 @pytest.mark.gpu

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from .config import LoraBase, MambaConfig, Precision, TrainConfig
 from .data import IGNORED, document_ids, target_ids, token_ids
 from .device import Device, request_device, with_target
 from .encoder import Buffers, Encoder
-from .errors import CheckpointError, ConfigError, DataError, TrainingError, WgslTrainError
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceError,
+    TrainingError,
+    WgslTrainError,
+)
 from .kernel import Tensor, Values
 from .models import language_model, lora
 from .models.initialization import initialize
@@ -371,14 +379,30 @@ class Model:
     ) -> None:
         """Place the parameters anew; but for those changed, the ones that were there stay.
 
-        Nothing changes where a weight cannot be stored so. Raises CheckpointError.
+        Nothing changes where a weight cannot be stored so, or the device has no room. Raises
+        CheckpointError, DeviceError.
         """
-        changed = changed or {}
-        stay = [n for n in layout.specs if n in self.layout.specs and n not in changed]
-        weights = {**{name: self._read(name) for name in stay}, **changed}
+        before = {name: self._read(name) for name in self.layout.specs}
+        own = copy.copy(self.layout), self.adapter, self.lora_base
+        weights = {n: a for n, a in before.items() if n in layout.specs} | dict(changed or {})
         stored = [pair for n, array in weights.items() for pair in _stored(layout, n, array)]
         if self.trainer and (trainer := self.trainer()):
             trainer.hold()
+        try:
+            self._place(layout, adapter, lora_base, stored)
+        except DeviceError:
+            pairs = [pair for n, array in before.items() for pair in _stored(own[0], n, array)]
+            self._place(*own, pairs)
+            raise
+
+    def _place(
+        self,
+        layout: Layout,
+        adapter: lora.Lora | None,
+        lora_base: LoraBase,
+        stored: Iterable[tuple[Tensor, Array]],
+    ) -> None:
+        """Have these parameters and no others on the device."""
         self.buffers.free()
         self.adapter, self.lora_base = adapter, lora_base
         self._lay_out(layout)
