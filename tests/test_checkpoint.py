@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from wgsl_train.checkpoint import (
     HEAD,
     check_names,
     check_none_later,
+    check_unused,
     check_whole,
     checkpoints,
     clean,
@@ -584,7 +586,7 @@ def test_equal_contents_are_equal_bytes(tmp_path):  # P9
         lambda p: (p / "model.safetensors").unlink(),
         lambda p: (p / "config.json").unlink(),
         lambda p: (p / "config.json").write_text('{"step": '),
-        lambda p: (p / "trainer.json").write_text(""),
+        lambda p: (p / "trainer_state.json").write_text(""),
         lambda p: os.truncate(p / "model.safetensors", 200),
         lambda p: (p / "optimizer.safetensors").write_bytes(b"\0" * 100),
     ],
@@ -597,6 +599,37 @@ def test_a_damaged_one_is_passed_over_aloud(tmp_path, damage):
         check_whole(tmp_path / "checkpoint-2")
     with pytest.warns(UserWarning, match="checkpoint-2 is passed over"):
         assert step_of(latest(tmp_path)) == 1
+
+
+def test_only_a_trainer_s_own_files_say_whether_it_is_whole(tmp_path):
+    save(tmp_path, 1)
+    folder = tmp_path / "checkpoint-1"
+    (folder / "vocab.json").write_text('{"files": 3}')
+    (folder / "merges.json").write_text("[]")
+    check_whole(folder)
+    shutil.copy(folder / "model.safetensors", folder / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match=r"trainer_state.json is missing"):
+        check_whole(folder)
+    (folder / "trainer_state.json").write_text('{"files": 5}')
+    with pytest.raises(CheckpointError, match="files is 5, not a list of names"):
+        check_whole(folder)
+
+
+def test_a_folder_that_holds_something_is_in_use(tmp_path):
+    check_unused(tmp_path / "none")
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="is in use: it holds checkpoint-1; choose another"):
+        check_unused(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is in use: it holds config.json"):
+        check_unused(tmp_path / "checkpoint-1")
+
+
+def test_a_failure_names_the_checkpoint_and_not_where_it_is_made(tmp_path):
+    with (
+        pytest.raises(CheckpointError, match=r"run/checkpoint-2/model.safetensors: w\["),
+        new_checkpoint(tmp_path / "run", 2) as path,
+    ):
+        save_tensors(path / "model.safetensors", {"w": np.array([np.nan], np.float32)})
 
 
 def test_a_body_that_raises_leaves_nothing(tmp_path):
@@ -726,7 +759,7 @@ with lock(folder):
     while True:
         with new_checkpoint(folder, step) as path:
             write_json(path / "config.json", {"step": step})
-            for name in ("model", "optimizer"):
+            for name in ("model", "other"):
                 save_tensors(path / f"{name}.safetensors", {"w": np.full(1 << 18, step, np.float32)})
         rotate(folder, 2, step)
         print(step, flush=True)
@@ -753,7 +786,7 @@ def test_killed_at_any_moment(tmp_path, rng):  # C08
         step = read_json(newest / "config.json")["step"]
         assert newest.name == f"checkpoint-{step}"
         assert step >= done
-        for name in ("model", "optimizer"):
+        for name in ("model", "other"):
             assert (load_tensors(newest / f"{name}.safetensors")["w"] == step).all()
         done = step
     with lock(tmp_path):  # the dead hold no lock

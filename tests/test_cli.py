@@ -262,6 +262,7 @@ def test_what_resuming_refuses(run, train, tmp_path):
     refuses(train("--resume", "--d-model=16"), "d_model is 16, but run/checkpoint-3 has 8")
     refuses(train("--resume", "--seq-len=8"), "trained with seq_len 16, not 8")
     refuses(train("--resume", "--seed=3"), "trained with seed 0, not 3")
+    refuses(train("--resume", "--eval-fraction=0.1"), "trained with eval_fraction 0.0, not 0.1")
     (tmp_path / "other.txt").write_bytes(TEXT[:-1])
     refuses(train("--resume", "--steps=9", data="other.txt"), "1,800 tokens, these data have 1,799")
     refuses(train("--resume", "--from-pretrained=run"), "either --resume or", code=2)
@@ -336,6 +337,36 @@ def test_an_adapter_beats_its_base_on_text_that_neither_has_seen(run, train, tmp
     found = json.loads(seen.out)
     assert found["loss_b"] < found["loss_a"] - 0.2
     assert found["wins"] > 0.6
+
+
+def test_merging_keeps_to_folders_of_its_own(run, train):
+    """A merged model beside an adapter would have it twice; in a run's folder, hide the run."""
+    assert train("--lora-rank=2").code == 0
+    before = Path("run/checkpoint-3/model.safetensors").read_bytes()
+    refuses(
+        run("merge", "run", "--out", "run/checkpoint-3"), "run/checkpoint-3 is in use: it holds"
+    )
+    refuses(run("merge", "run", "--out", "run"), "run is in use: it holds checkpoint-3")
+    assert Path("run/checkpoint-3/model.safetensors").read_bytes() == before
+    with checkpoint.lock("busy"):
+        refuses(run("merge", "run", "--out", "busy"), "busy: in use by process")
+    assert run("merge", "run", "--out", "whole").code == 0
+    refuses(train("--from-pretrained=whole", out="whole"), "whole is in use: it holds config.json")
+    Path("run/checkpoint-3/adapter_config.json").unlink()
+    refuses(run("embed", "run/checkpoint-3", "--text=x"), "holds adapter_model.safetensors, but no")
+
+
+def test_a_run_does_not_read_its_own_files(run, train):
+    Path("data").mkdir()
+    shutil.move("text.txt", "data")
+    for more in ((), ("--resume", "--steps=4")):
+        done = train(*more, data="data", out="data/run")
+        assert done.code == 0, done.err
+        assert "data       1,800 tokens" in done.err
+    refuses(
+        train("--resume", data="data/run", out="data/run", steps=5),
+        "all files there are in data/run",
+    )
 
 
 def test_a_base_in_fewer_bits(run, train, tmp_path):
@@ -499,7 +530,7 @@ def test_models_that_cannot_be_loaded(run, train, tmp_path, command):
         run(command, "run", *rest), r"is \(9, 16\), the configuration makes it \(11, 16\).*d_state"
     )
     config.write_text(json.dumps({k: v for k, v in fields.items() if k != "hidden_size"}))
-    refuses(run(command, "run", *rest), "hidden_size")
+    refuses(run(command, "run", *rest), "run/checkpoint-3: config.json has no 'hidden_size'")
 
 
 # The other commands
@@ -546,7 +577,7 @@ def test_generating(run, train, monkeypatch):
     refuses(run("generate", "run", "--prompt", ""), "the prompt is empty")
     refuses(run("generate", "run"), "Missing option '--prompt'", USAGE)
     for option, message in {
-        "--temperature=-1": "temperature is -1.0, must be 0 or more",
+        "--temperature=-1": "temperature is -1.0, must be a finite number",
         "--temperature=nan": "temperature is nan",
         "--top-p=0": r"top_p is 0.0, must be in \(0, 1\]",
         "--top-k=-1": "top_k is -1",
@@ -554,6 +585,32 @@ def test_generating(run, train, monkeypatch):
         done = run(*ask, option)
         refuses(done, message)
         assert done.out == ""  # not even the prompt
+
+
+def test_text_that_has_no_tokens(run, train, monkeypatch):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    assert train().code == 0
+    for given in (("generate", "run", "--prompt"), ("embed", "run", "--text")):
+        refuses(run(*given, "a\udcff"), "character 1 of the text is U[+]DCFF, which UTF-8 cannot")
+        refuses(run(*given, ""), "is empty: one token at least")
+        monkeypatch.setattr(sys, "stdin", None)
+        refuses(run(*given, "-"), "standard input is closed")
+    Path("half.jsonl").write_text('{"text": "ab"}\n{"text": "c\\ud800"}\n')
+    refuses(train("--pack", data="half.jsonl", out="x"), "half.jsonl:2: character 1 .* U[+]D800")
+    words = Tokenizer(models.WordLevel({"the": 0, "fox": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save("words.json")
+    done = train("--tokenizer=words.json", out="x")
+    assert "error: text.txt: the tokenizer cannot read this text: WordLevel error" in done.err
+
+
+def test_closed_streams(train, tmp_path):
+    assert train().code == 0
+    command = f"{sys.executable} -m wgsl_train eval run --data text.txt --seq-len 16"
+    done = subprocess.run(f"{command} 2>&-", shell=True, capture_output=True, cwd=tmp_path)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["eval_tokens"] == len(TEXT) - 1
 
 
 def test_characters_of_several_bytes_come_whole():
@@ -754,6 +811,10 @@ def test_comparing_embedding_and_drawing(run, train, tmp_path, monkeypatch):
         done = run("compare", *pair, "--data=text.txt")
         refuses(done, "damaged: the loss is nan: the model's weights are damaged")
         assert done.out == ""
+    refuses(run("embed", "damaged", "--text=x"), "damaged: the embedding is not finite")
+    assert train("--vocab-size=300", out="c").code == 0
+    for pair, sizes in ((("a", "c"), "256 and 300"), (("c", "a"), "300 and 256")):
+        refuses(run("compare", *pair, "--data=text.txt"), f"the models have {sizes} tokens: losses")
     vector = json.loads(run("embed", "b", "--text=the quick fox").out)
     assert len(vector) == 8
     assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-5)
@@ -804,6 +865,10 @@ def test_profile(run, train):
     assert run("profile", *SIZES, "--steps=1", "--activation-checkpointing").code == 0
     refuses(run("profile", "run", "--d-model=16"), "d_model is 16, but run/checkpoint-1 has 8")
     refuses(run("profile", "nowhere"), "nowhere: no such folder")
+    for flag in ("--json", "--trace"):
+        done = run("profile", "run", *shape, f"{flag}=none/p.json")
+        refuses(done, "none/p.json: there is no folder none")
+        assert not done.out
 
 
 def test_tune(run, monkeypatch, tmp_path, device):
@@ -845,6 +910,12 @@ def test_trains_and_resumes_a_schedule_of_layers(run, train):
         run("train", "--data", "text.txt", "--out", "x", "--from-pretrained=run", "--layers=mamba"),
         r"layers is \['mamba'\], but .* has \('mamba', 'mamba', 'attention",
     )
+
+
+def test_refuses_options_of_the_training_that_have_no_effect(train):
+    refuses(train("--eval-every=2"), "eval_every is 2, but no tokens are held out.*eval_fraction")
+    refuses(train("--lora-alpha=2"), "lora_rank is 0; allowed: 1 or more, where lora_alpha")
+    refuses(train("--min-lr=1e-5"), "schedule is 'constant'; allowed: .*, where min_lr is chosen")
 
 
 def test_refuses_options_of_the_model_that_have_no_effect(run, train):
@@ -992,7 +1063,11 @@ def spelled(f):
 
 
 TRAIN = typer.main.get_command(cli.app).commands["train"]
-NEEDS = {"lora_targets": {"lora_rank": 1}, "time_step_max": {"time_step_min": 1e-12}}
+NEEDS = {
+    "lora_targets": {"lora_rank": 1},
+    "lora_alpha": {"lora_rank": 1},
+    "time_step_max": {"time_step_min": 1e-12},
+}
 
 
 @pytest.mark.parametrize(

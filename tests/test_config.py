@@ -452,7 +452,7 @@ def test_defaults():
         ("lr", 10**400),
         ("schedule", "cosin"),
         ("warmup_steps", -1),
-        ("min_lr", 1.0),
+        ("min_lr", -1.0),
         ("beta1", 1.0),
         ("beta2", 1.0),
         ("eps", 0.0),

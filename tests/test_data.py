@@ -181,6 +181,16 @@ def test_text_and_token_files_do_not_mix(tmp_path):
 # Ids in range: U4
 
 
+def test_one_path_may_stand_by_itself(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    for path in (str(tmp_path / "a.txt"), tmp_path / "a.txt", tmp_path):
+        assert len(Dataset.from_paths(path)) == 3
+    with pytest.raises(ConfigError, match="dtype is 'int8'; allowed: 'uint16' or 'uint32'"):
+        Dataset.from_paths(tmp_path, dtype="int8")
+    with pytest.raises(ConfigError, match=r"separator is 1.5; allowed: an id, or None"):
+        Dataset([1, 2, 3], pack=True, separator=1.5)
+
+
 @pytest.mark.parametrize("bad", [256, -1, 2**31, -100])
 def test_ids_outside_the_vocabulary_name_file_position_id(tmp_path, bad):
     np.save(tmp_path / "a.npy", np.array([0, 255], np.int64))

@@ -82,7 +82,10 @@ def trainer_of(run, device):
     return trainer
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+@pytest.mark.parametrize("number, code", ENDS)
 def test_a_signal_saves_and_the_run_goes_on(start, device, tmp_path, number, code):
     run = tmp_path / "run"
     process = start(*SIZES, "--steps=1000000", "--log-every=1", "--eval-fraction=0.1")
@@ -177,6 +180,27 @@ def test_ended_at_any_moment_fifty_times(start, device, tmp_path):
     resumed = wt.Model.from_pretrained(run, device).state_dict()
     for name, array in straight.model.state_dict().items():
         np.testing.assert_array_equal(resumed[name], array, name)
+
+
+def test_a_terminal_that_is_closed(start, tmp_path):
+    """What is said to it is an error from then on, which must not end the run before it saves."""
+    import pty
+
+    run = tmp_path / "run"
+    start().kill()  # for the text
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(tmp_path)
+        command = [sys.executable, "-m", "wgsl_train", "train", "--data=text.txt", "--out=run"]
+        os.execv(sys.executable, [*command, *SIZES, "--steps=1000000"])
+    end = time.monotonic() + 120
+    while n_logged(run) < 5:
+        assert time.monotonic() < end
+        os.read(terminal, 4096)  # or it would fill, and be waited for
+    os.close(terminal)  # which sends SIGHUP
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    [saved] = checkpoint.checkpoints(run)
+    assert saved.name == f"checkpoint-{n_logged(run)}"
 
 
 def test_what_a_person_sees_who_cannot_wait(start, tmp_path):

@@ -298,6 +298,24 @@ def test_merging_and_unmerging(device):  # C11
 
 
 @pytest.mark.gpu
+def test_what_is_saved_merged_has_no_adapter_beside_it(device, tmp_path):
+    trainer, (tokens, _) = trainer_of(device), pair()
+    model, logits = trainer.model, trainer.model.logits(tokens)
+    model.save_pretrained(tmp_path / "a")
+    model.merge_adapter()
+    model.save_pretrained(tmp_path / "a")
+    again = wt.Model.from_pretrained(tmp_path / "a", device)
+    assert again.adapter is None
+    assert relative(again.logits(tokens), logits) <= 1e-5
+    model.unmerge_adapter()
+    saved = trainer.save(tmp_path)
+    with pytest.raises(
+        CheckpointError, match="checkpoint-0 is a trainer's checkpoint, with a state"
+    ):
+        model.save_pretrained(saved)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["f32", "f16"])
 def test_a_trainer_goes_on_where_the_adapter_was_out(device, precision):
     batch, results = pair(), {}

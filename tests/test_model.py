@@ -9,6 +9,7 @@ import pytest
 
 import wgsl_train as wt
 from tests.oracle_model import batch, lively, loss_and_grads, relative
+from wgsl_train import checkpoint
 from wgsl_train.config import MambaConfig
 from wgsl_train.device import with_target
 from wgsl_train.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -205,6 +206,18 @@ def test_generation_carries_the_state(device, name):
 
 
 @pytest.mark.gpu
+def test_integers_are_no_weights(device, tmp_path):
+    model = wt.Model(CONFIGS["default"], device)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = dict(checkpoint.load_tensors(file))
+    weights["backbone.norm_f.weight"] = weights["backbone.norm_f.weight"].astype(np.int32)
+    checkpoint.save_tensors(file, weights)
+    with pytest.raises(CheckpointError, match=r"backbone.norm_f.weight holds I32; allowed: floats"):
+        wt.Model.from_pretrained(tmp_path, device)
+
+
+@pytest.mark.gpu
 def test_sampling_is_seeded_and_bounded(device):
     config = CONFIGS["default"]
     model = wt.Model(config, device)
@@ -218,6 +231,11 @@ def test_sampling_is_seeded_and_bounded(device):
     ]
     with pytest.raises(ConfigError, match="'int4'; allowed: 'f32' or 'f16' or 'int8'"):
         wt.Model.from_pretrained("anywhere", device, lora_base="int4")
+    for option in ("top_k", "max_new_tokens"):
+        with pytest.raises(ConfigError, match=rf"{option} is 1.5, must be an integer"):
+            model.stream([1, 2, 3], **{option: 1.5})
+    with pytest.raises(ConfigError, match="seed is -1, must be 0 or more"):
+        wt.Model(config, device, seed=-1)
     with pytest.raises(ConfigError, match="seed is -1, must be 0 or more"):
         model.generate([1], 1, seed=-1)
     with pytest.raises(ConfigError, match="top_p"):

@@ -942,6 +942,11 @@ def test_steps_that_are_done_again_are_logged_once(device, tmp_path):
     again.fit(dataset(), out=tmp_path)
     assert logged(tmp_path) == straight
     assert [record["step"] for record in straight] == list(range(1, 9))
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]).rstrip())  # no line's end
+    again.load(tmp_path / "checkpoint-3")
+    again.fit(dataset(), out=tmp_path)
+    assert logged(tmp_path) == straight
 
 
 def test_what_resuming_refuses(device, tmp_path):
@@ -949,7 +954,8 @@ def test_what_resuming_refuses(device, tmp_path):
     trainer.fit(dataset(), out=tmp_path)
     saved = tmp_path / "checkpoint-3"
     assert saved_config(tmp_path) == trainer.config.to_dict()
-    for change in ({"seq_len": 8}, {"batch_size": 3}, {"seed": 1}, {"gradient_accumulation": 2}):
+    changes = ({"seq_len": 8}, {"batch_size": 3}, {"seed": 1}, {"gradient_accumulation": 2})
+    for change in (*changes, {"eval_fraction": 0.1}):
         with pytest.raises(CheckpointError, match=f"trained with {next(iter(change))}"):
             make(device, **{**settings(steps=3), **change}).load(saved)
     longer = make(device, **settings(steps=5, lr=1e-3))
@@ -969,10 +975,19 @@ def test_what_resuming_refuses(device, tmp_path):
     without = {k: v for k, v in state.items() if k != "optimizer"}
     fresh = make(device, **settings(steps=3))
     before = fresh.model.state_dict()
+
+    def with_state(part, **values):
+        return json.dumps({**state, part: {**state.get(part, {}), **values}}).encode()
+
     for name, data, message in [
-        ("trainer_state.json", None, "cannot be read"),
+        ("trainer_state.json", None, "trainer_state.json is missing"),
         ("trainer_state.json", b"{", "damaged"),
         ("trainer_state.json", json.dumps(without).encode(), "not a trainer's state"),
+        ("trainer_state.json", with_state("optimizer", calls=-1), "a trainer's state: calls is -1"),
+        ("trainer_state.json", with_state("optimizer", calls=2**40), "a trainer's state: calls is"),
+        ("trainer_state.json", with_state("progress", step=-5), "a trainer's state: step is -5"),
+        ("trainer_state.json", with_state("progress", epoch=2**70), "a trainer's state: epoch is"),
+        ("trainer_state.json", with_state("loss_scale", scale=None), "a trainer's state: "),
         ("optimizer.safetensors", None, "optimizer.safetensors is missing"),
         ("optimizer.safetensors", (saved / "optimizer.safetensors").read_bytes()[:-4], "damaged"),
         ("optimizer.safetensors", (saved / "model.safetensors").read_bytes(), "missing: m."),

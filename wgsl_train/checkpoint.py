@@ -28,6 +28,8 @@ from safetensors import SafetensorError, safe_open
 from .errors import CheckpointError
 
 CONFIG = "config.json"
+STATE = "trainer_state.json"  # of a checkpoint that a trainer can go on from
+MOMENTS = "optimizer.safetensors"  # and what it needs besides
 FILES = "files"  # key of a trainer's state: what else lies in its checkpoint
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -490,6 +492,8 @@ def new_checkpoint(folder: AnyPath, step: int) -> Iterator[Path]:
         os.rename(temporary, final)
         _sync_folder(parent)
         shutil.rmtree(aside, ignore_errors=True)
+    except CheckpointError as error:  # of a file in it: by the name that it would have had
+        raise CheckpointError(str(error).replace(str(temporary), str(final))) from None
     except OSError as error:
         raise CheckpointError(
             f"{final}: cannot be written: {error.strerror or error}; "
@@ -517,6 +521,14 @@ def clean(folder: AnyPath) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def check_unused(folder: AnyPath) -> None:
+    """Raises CheckpointError where a folder holds a model, a checkpoint, or a run with some."""
+    parent = Path(folder)
+    found = [*checkpoints(parent), *(parent / name for name in (CONFIG, WEIGHTS, INDEX, STATE))]
+    if held := [path for path in found if path.exists()]:
+        raise CheckpointError(f"{folder} is in use: it holds {held[0].name}; choose another folder")
 
 
 def _listed(folder: AnyPath) -> list[Path]:
@@ -549,7 +561,7 @@ def latest(folder: AnyPath) -> Path | None:
 
 
 def check_whole(path: AnyPath) -> None:
-    """Raises CheckpointError unless a checkpoint has tensors, and each of its files is whole.
+    """Raises CheckpointError unless a checkpoint has tensors, and each of their files is whole.
 
     Where a trainer saved it, no file that it lists is missing.
     """
@@ -557,14 +569,21 @@ def check_whole(path: AnyPath) -> None:
     tensors = list(folder.glob("*.safetensors"))
     if not tensors:
         raise CheckpointError(f"{folder}: holds no .safetensors file")
-    if not any((folder / name).exists() for name in (CONFIG, f"adapter_{CONFIG}")):
+    described = [path for path in (folder / CONFIG, folder / f"adapter_{CONFIG}") if path.exists()]
+    if not described:
         raise CheckpointError(f"{folder}: holds no {CONFIG}")
+    for file in described:
+        read_json(file)
     for file in tensors:
         _open(file)
-    for file in folder.glob("*.json"):
-        listed = read_json(file).get(FILES, ())
-        if missing := [name for name in listed if not (folder / str(name)).exists()]:
-            raise CheckpointError(f"{folder}: {missing[0]} is missing")
+    listed = [STATE] if (folder / MOMENTS).exists() else []
+    if (folder / STATE).exists():
+        names = read_json(folder / STATE).get(FILES, [])
+        if not isinstance(names, list):
+            raise CheckpointError(f"{folder / STATE}: {FILES} is {names!r}, not a list of names")
+        listed += map(str, names)
+    if missing := [name for name in listed if not (folder / name).exists()]:
+        raise CheckpointError(f"{folder}: {missing[0]} is missing")
 
 
 def check_none_later(folder: AnyPath, step: int) -> None:

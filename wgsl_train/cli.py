@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -39,12 +40,12 @@ from .config import (
     expand_preset,
     load_toml,
 )
-from .data import Dataset, Tokenizer, find_tokenizer, load_tokenizer
+from .data import Dataset, Tokenizer, find_files, find_tokenizer, load_tokenizer
 from .device import Device, list_adapters, no_adapter, request_device
 from .doctor import diagnose
 from .errors import ConfigError, DataError, DeviceError, TrainingError, WgslTrainError
 from .kernel import Target
-from .model import Model, StepPlan, find_checkpoint, plan_step, saved_base
+from .model import Model, StepPlan, find_checkpoint, plan_step, read_config, saved_base
 from .models import lora
 from .models.language_model import parameters
 from .models.lora import Lora
@@ -55,6 +56,7 @@ from .tensorboard import event_writer
 from .train import (
     CARRIED,
     Trainer,
+    check_same_vocabulary,
     compare,
     evaluate,
     saved_config,
@@ -349,7 +351,7 @@ def train(
 ) -> None:
     """Train a model on text or token files.
 
-    Writes OUT/metrics.jsonl and OUT/checkpoint-N. Ctrl-C and SIGTERM save first; a second one
+    Writes OUT/metrics.jsonl and OUT/checkpoint-N. Ctrl-C, SIGTERM and SIGHUP save first; a second one
     does not wait.
     """
     if resume and from_pretrained:
@@ -365,6 +367,11 @@ def train(
     before = {k: v for k, v in saved_config(start).items() if v is not None} if start else {}
     preset = WRITE_THROUGH if write_through else {}
     train_config = _train_config(before, tables["train"], preset, _flags(TrainConfig, given))
+    if train_config.eval_every and not train_config.eval_fraction:
+        raise ConfigError(
+            f"eval_every is {train_config.eval_every}, but no tokens are held out to evaluate: set "
+            "eval_fraction"
+        )
     source = start or (find_checkpoint(from_pretrained) if from_pretrained else None)
     paths, tokenizer, kind = _data_settings(tables["data"], config, data, tokenizer, dtype)
     packed = saved_packing(start) if start else {}
@@ -373,7 +380,8 @@ def train(
     sizes = {**expand_preset(tables["model"]), **_flags(MambaConfig, given)}
     model_config = _model_config(sizes, source, tokens)
     model_config.check_effect([*tables["model"], *_given(MambaConfig, given)])
-    dataset = Dataset.from_paths(paths, tokens, kind, model_config.vocab_size, **packing)
+    files = _without_own(paths, out_dir)
+    dataset = Dataset.from_paths(files, tokens, kind, model_config.vocab_size, **packing)
     training, held_out = dataset.split(train_config.eval_fraction)
     opened = _open(device, require_gpu, allow_cpu_adapter)
     base = train_config.lora_base or (saved_base(source) if source else "f32")
@@ -399,7 +407,7 @@ def train(
             model = Model.from_pretrained(source, opened, base)
         else:
             model = Model(model_config, opened, train_config.seed)
-        if not start:
+        if not find_tokenizer(out_dir):
             tokens.save(out_dir)
         trainer = Trainer(model, train_config)
         if start:
@@ -413,6 +421,19 @@ def _check_free(out_dir: Path, resume: bool) -> None:
         raise ConfigError(
             f"{out_dir} holds a run already: choose another --out, or go on with --resume"
         )
+    if not resume:
+        checkpoint.check_unused(out_dir)  # a model there would be taken for the run's own
+
+
+def _without_own(paths: list[str], out_dir: Path) -> list[Path]:
+    """The files of the data, without what the run itself writes in a folder among them."""
+    own = out_dir.resolve()
+    files = [file for file in find_files(paths) if own not in file.resolve().parents]
+    if not files:
+        raise DataError(
+            f"{' '.join(paths)}: all files there are in {out_dir}, the run's own folder"
+        )
+    return files
 
 
 def _data_settings(
@@ -476,7 +497,7 @@ def _model_config(
         if "layers" in sizes and "n_layer" not in sizes:
             del made["n_layer"]
         return MambaConfig.from_dict(made)
-    found = MambaConfig.from_hugging_face(checkpoint.read_json(source / checkpoint.CONFIG))
+    found = read_config(source)
     for name, value in sizes.items():
         others = found.to_dict()
         if name == "n_layer":
@@ -492,7 +513,7 @@ def _model_config(
 def _adapter(model: MambaConfig, config: TrainConfig, source: Path | None) -> Lora | None:
     """The adapter that will train: the source's own, or a new one."""
     adapter = Lora.of(model, config) if config.lora_rank else None
-    if source and (source / lora.CONFIG).exists():
+    if source and lora.is_in(source):
         adapter = lora.load(source, model)[0]
     return adapter
 
@@ -597,8 +618,12 @@ def _print_plan(planned: StepPlan, layout: Layout, config: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def _signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have SIGINT and SIGTERM call `handle`, and none be lost."""
-    old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    """Have SIGINT, SIGTERM and SIGHUP call `handle`, and none be lost."""
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    hangup: Any = getattr(signal, "SIGHUP", None)  # a terminal that is closed
+    if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # as nohup has it
+        wanted.append(hangup)
+    old = {s: signal.signal(s, handle) for s in wanted}
     hook, sys.unraisablehook = sys.unraisablehook, _again
     try:
         yield
@@ -628,15 +653,26 @@ def _again(dropped: Any) -> None:
         sys.__unraisablehook__(dropped)
 
 
+def _leave_terminal() -> None:
+    """Say no more to a terminal that is gone: each word would be an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):  # isatty is false by now
+            os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying by them; a second one is not held up."""
+    """Collects signals instead of dying by them; a second one is not held up."""
     caught: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         if caught:
             _end(number, frame)
         caught.append(number)
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            _leave_terminal()
         # not by `err`: what it writes may be half-written just now
         os.write(2, b"\nstopping after this step; the checkpoint is saved first\n")
 
@@ -779,7 +815,9 @@ def compare_command(
     """
     sources = [find_checkpoint(path) for path in (a, b)]
     tokens = load_tokenizer(tokenizer or sources[0])
-    vocab_size = min(_model_config({}, source, tokens).vocab_size for source in sources)
+    configs = [_model_config({}, source, tokens) for source in sources]
+    check_same_vocabulary(*configs)
+    vocab_size = configs[0].vocab_size
     kind: Any = (dtype or Dtype.uint16).value
     packing = _packing({}, None, pack, separator, {})
     dataset = Dataset.from_paths(data, tokens, kind, vocab_size, **packing)
@@ -811,9 +849,14 @@ def embed(
 ) -> None:
     """Print a text's embedding as a JSON list: d_model numbers, of length 1 as a vector."""
     source = find_checkpoint(model)
-    ids = load_tokenizer(tokenizer or source).encode(_standard_input() if text == "-" else text)
+    ids = _encoded(load_tokenizer(tokenizer or source), _given_text(text), "text")
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
-    out.print(json.dumps(loaded.embed(ids)[0].tolist()))
+    vector = loaded.embed(ids)[0]
+    if not all(map(math.isfinite, vector)):
+        raise TrainingError(
+            f"{model}: the embedding is not finite: the model's weights are damaged"
+        )
+    out.print(json.dumps(vector.tolist()))
 
 
 @app.command()
@@ -826,6 +869,10 @@ def merge(
 ) -> None:
     """Add a model's adapter to its weights, and save them as a plain model."""
     source = find_checkpoint(model)
+    checkpoint.check_unused(out_dir)
+    if (out_dir / checkpoint.LOCK).exists():
+        with checkpoint.lock(out_dir):  # a run that has saved nothing yet
+            pass
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     loaded.merge_adapter()
     loaded.save_pretrained(out_dir)
@@ -854,13 +901,11 @@ def generate(
     """Continue a text."""
     source = find_checkpoint(model)
     tokens = load_tokenizer(tokenizer or source)
-    text = _standard_input() if prompt == "-" else prompt
-    if not text:
-        raise DataError("the prompt is empty: one token at least is needed to start from")
+    text = _given_text(prompt)
+    ids = _encoded(tokens, text, "prompt")
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not know every character
-    ids = tokens.encode(text)
     stream = loaded.stream(
         ids,
         max_new_tokens,
@@ -877,7 +922,20 @@ def generate(
     sys.stdout.write("\n")
 
 
-def _standard_input() -> str:
+def _encoded(tokenizer: Tokenizer, text: str, what: str) -> Any:
+    """The ids of a text, at least one."""
+    ids = tokenizer.encode(text)
+    if not ids.size:
+        raise DataError(f"the {what} is empty: one token at least is needed to start from")
+    return ids
+
+
+def _given_text(text: str) -> str:
+    """The text, or that of standard input for "-"."""
+    if text != "-":
+        return text
+    if sys.stdin is None:
+        raise DataError("standard input is closed")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -935,6 +993,9 @@ def profile(
     settings = TrainConfig(
         batch_size=batch_size, seq_len=seq_len, activation_checkpointing=activation_checkpointing
     )
+    for file in filter(None, (json_file, trace)):
+        if not file.absolute().parent.is_dir():  # before minutes go by
+            raise ConfigError(f"{file}: there is no folder {file.parent}")
     found = Trainer(loaded, settings).profile(steps=steps)
     out.print(str(found))
     if json_file:
@@ -979,6 +1040,8 @@ def tune(
     its folder's tuning.json. What is found is stored kernel by kernel, so that it may be stopped.
     """
     _, config = _model_to_measure(model, given)
+    if not dry_run:
+        checkpoint.make_folder(tuned.cache_folder())  # before hours go by
     opened = _open(device, require_gpu, allow_cpu_adapter)
     found: dict[str, Any] = {}
     saved = total = 0.0
@@ -1110,6 +1173,9 @@ def main() -> None:
     1: bad input or a failed run; 2: wrong usage; 3: no adapter, or none that can do it;
     128 + N: signal N.
     """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the caller
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
     def warn(message: Warning | str, *rest: Any, **more: Any) -> None:
         err.print(f"warning: {message}")

@@ -150,7 +150,8 @@ class _Checked:
             value = getattr(self, f.name)
             if (value is None or value == "auto") and f.default == value:
                 continue
-            value = self._typed(f.name, value, str(f.type).removesuffix(" | None"), f.metadata)
+            rule = {**f.metadata, "auto": f.default == "auto"}
+            value = self._typed(f.name, value, str(f.type).removesuffix(" | None"), rule)
             object.__setattr__(self, f.name, value)
 
     def _typed(self, name: str, value: Any, kind: str, rule: Mapping[str, Any]) -> Any:
@@ -161,7 +162,7 @@ class _Checked:
             right, allowed = is_bool, "true or false"
         elif kind == "int":
             right = isinstance(value, numbers.Integral) and not is_bool and _within(value, rule)
-            allowed = f"an integer{span}"
+            allowed = f"an integer{span}" + ' or "auto"' * rule["auto"]
         elif kind == "float":
             right = isinstance(value, numbers.Real) and not is_bool and _within(value, rule)
             allowed = f"a number{span}"
@@ -987,6 +988,10 @@ class TrainConfig(_Checked):
             self._refuse("lora_targets", self.lora_targets, f"some of {', '.join(LORA_TARGETS)}")
         if self.lora_targets != LORA_TARGETS and not self.lora_rank:
             self._refuse("lora_rank", 0, "1 or more, where lora_targets are chosen")
+        if self.lora_alpha != 16.0 and not self.lora_rank:
+            self._refuse("lora_rank", 0, "1 or more, where lora_alpha is chosen")
+        if self.min_lr and self.schedule == "constant":
+            self._refuse("schedule", "constant", "'linear' or 'cosine', where min_lr is chosen")
         if self.lora_rank and self.train:
             self._refuse("train", self.train, "nothing, where an adapter trains (lora_rank)")
         if self.min_lr > self.lr:

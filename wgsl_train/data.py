@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import json
+import numbers
 import os
 import threading
 import zlib
@@ -51,7 +52,7 @@ class Tokenizer(Protocol):
         """Every id is below this."""
 
     def encode(self, text: str) -> Array:
-        """The token ids of a text: one axis, unsigned."""
+        """The token ids of a text: one axis, unsigned. Raises DataError where it has none."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. What is not UTF-8 becomes U+FFFD."""
@@ -69,7 +70,7 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> Array:
-        return self.encode_file(text.encode())
+        return self.encode_file(_utf8(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         # a padded vocabulary has ids that are no bytes; 0xFF is in no UTF-8 text
@@ -104,7 +105,11 @@ class FileTokenizer:
         self.vocab_size = max(ids, default=-1) + 1
 
     def encode(self, text: str) -> Array:
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        _utf8(text)
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the package raises Exception itself
+            raise DataError(f"the tokenizer cannot read this text: {error}") from None
         return np.array(ids, np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -115,6 +120,16 @@ class FileTokenizer:
 
     def save(self, folder: Path) -> None:
         _write(folder / TOKENIZER, self.json)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # of a byte that the shell gave, or half a pair in JSON
+        at = error.start
+        raise DataError(
+            f"character {at} of the text is U+{ord(text[at]):04X}, which UTF-8 cannot hold"
+        ) from None
 
 
 def find_tokenizer(folder: AnyPath) -> Path | None:
@@ -224,14 +239,15 @@ def _check_range(ids: Array, vocab_size: int, source: str, first: int = 0) -> No
         )
 
 
-def find_files(paths: Iterable[AnyPath]) -> list[Path]:
+def find_files(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
     """The files that paths name: files, folders with all below them, and glob patterns.
 
-    Sorted, each once, so that one set of files is one sequence of tokens wherever it is read.
+    One path may stand by itself. Sorted, each once, so that one set of files is one sequence of tokens wherever it is read.
     In folders, hidden files are left out; empty ones have nothing to read, and are an error where
     they are named themselves. Raises DataError for a path that names nothing.
     """
     found: dict[Path, Path] = {}
+    paths = [paths] if isinstance(paths, (str, os.PathLike)) else paths
     for given in (os.fspath(p) for p in paths):
         path = Path(given)
         if path.is_dir():
@@ -265,7 +281,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def load_tokens(
-    paths: Iterable[AnyPath],
+    paths: AnyPath | Iterable[AnyPath],
     tokenizer: Tokenizer | None = None,
     dtype: Literal["uint16", "uint32"] = "uint16",
     lines: bool = False,
@@ -276,8 +292,11 @@ def load_tokens(
     lines   read each line of a .jsonl file as a document, an object whose "text" it is
 
     Token files are memory-mapped. Raises DataError naming the file, and what to do, where one is
-    missing, empty, unreadable, not text, or where text and token files are mixed.
+    missing, empty, unreadable, not text, or where text and token files are mixed, ConfigError for
+    another dtype.
     """
+    if dtype not in ("uint16", "uint32"):
+        raise ConfigError(f"dtype is {dtype!r}; allowed: 'uint16' or 'uint32'")
     tokenizer = tokenizer or ByteTokenizer()
     files = find_files(paths)
     kinds = {f.suffix.lower() in TOKEN_FILES: f for f in files}
@@ -310,19 +329,25 @@ def _line_documents(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
             raise DataError(
                 f'{path}:{number}: not a JSON object with a string "text", as each line must be'
             ) from None
-        ids = tokenizer.encode(text)
+        try:
+            ids = tokenizer.encode(text)
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error}") from None
         if ids.size:
             yield Document(f"{path}:{number}", ids)
 
 
 def _text_file(path: Path, tokenizer: Tokenizer) -> Document:
+    data = _read(path, "text")
     try:
-        return Document(str(path), tokenizer.encode_file(_read(path, "text")))
+        return Document(str(path), tokenizer.encode_file(data))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: byte {error.start} is not UTF-8 text; convert the file, leave it out, "
             "or train on bytes, without a tokenizer"
         ) from None
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def _token_file(path: Path, dtype: str) -> Document:
@@ -454,6 +479,8 @@ class Dataset:
             if array.ndim != 1:
                 raise DataError(f"tokens have shape {array.shape}; they must lie along one axis")
             tokens = Tokens([Document("tokens", array)])
+        if not isinstance(separator, numbers.Integral | None):
+            raise ConfigError(f"separator is {separator!r}; allowed: an id, or None")
         if separator is not None and not pack:
             raise ConfigError(f"separator is {separator}: it ends documents where pack is on only")
         self.tokens, self.pack, self.separator = tokens, pack, separator
@@ -470,7 +497,7 @@ class Dataset:
     @classmethod
     def from_paths(
         cls,
-        paths: Iterable[AnyPath],
+        paths: AnyPath | Iterable[AnyPath],
         tokenizer: Tokenizer | None = None,
         dtype: Literal["uint16", "uint32"] = "uint16",
         vocab_size: int | None = None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import numbers
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -246,7 +248,22 @@ def find_checkpoint(path: str | Path) -> Path:
         if newest is None:
             raise CheckpointError(f"{folder}: none of its checkpoints is whole")
         return newest
+    if (folder / checkpoint.CONFIG).exists() and checkpoint.checkpoints(folder):
+        warnings.warn(
+            f"{folder} holds a model, which is taken, and checkpoints; name one of these to have it",
+            stacklevel=2,
+        )
     return folder
+
+
+def read_config(folder: Path) -> MambaConfig:
+    """The model that a folder's config.json describes. Raises CheckpointError or ConfigError,
+    naming the folder."""
+    values = checkpoint.read_json(folder / checkpoint.CONFIG)
+    try:
+        return MambaConfig.from_hugging_face(values)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
 
 
 def saved_base(folder: Path) -> LoraBase:
@@ -300,10 +317,12 @@ class Model:
     device   an open device; by default the best one of this machine
     seed     of the initial weights
 
-    Raises DeviceError where the device cannot hold it.
+    Raises DeviceError where the device cannot hold it, ConfigError for a negative seed.
     """
 
     def __init__(self, config: MambaConfig, device: Device | None = None, seed: int = 0) -> None:
+        if seed < 0:
+            raise ConfigError(f"seed is {seed}, must be 0 or more")
         self._setup(config, device)
         for name, array in initialize(config, seed):
             self._write(name, array)
@@ -468,6 +487,9 @@ class Model:
         """
         if isinstance(state, checkpoint.Tensors):  # of which none is read before all fit
             checkpoint.check_names(self._shapes, state.shapes, where)
+            for name, entry in state.entries.items():
+                if "F" not in entry.dtype:
+                    raise CheckpointError(f"{where}: {name} holds {entry.dtype}; allowed: floats")
         else:
             checkpoint.check_names(self._shapes, _shapes(state), where)
             _check_real(state, where)
@@ -491,13 +513,13 @@ class Model:
             allowed = " or ".join(map(repr, ("f32", *lora.STORED)))
             raise ConfigError(f"lora_base is {lora_base!r}; allowed: {allowed}")
         folder = find_checkpoint(path)
-        config = MambaConfig.from_hugging_face(checkpoint.read_json(folder / checkpoint.CONFIG))
+        config = read_config(folder)
         tensors = checkpoint.model_tensors(folder, config.tie_embeddings)
         model = cls.__new__(cls)
         model._setup(config, device, lora_base or _base(tensors))
         model.load_state_dict(tensors, str(folder))
         model.source = str(path)
-        if (folder / lora.CONFIG).exists():
+        if lora.is_in(folder):
             model.load_adapter(folder)
         return model
 
@@ -507,9 +529,19 @@ class Model:
         An adapter is written beside them, and not added to the weights: see `merge_adapter`.
         Matrices that are stored as f16 or int8 are written as float32, of the values that they
         have there: not those that were rounded once. The file's metadata say so.
-        Raises CheckpointError where a weight is not finite, or the disk refuses.
+        An adapter that lies there is removed where the model has none. Raises CheckpointError where
+        a weight is not finite, the disk refuses, or the folder is a checkpoint of a trainer, whose
+        state belongs to the weights that it holds.
         """
         folder = checkpoint.make_folder(path)
+        if (folder / checkpoint.STATE).exists():
+            raise CheckpointError(
+                f"{folder} is a trainer's checkpoint, with a state that belongs to its weights; "
+                "choose another folder"
+            )
+        if not self.adapter:
+            for name in (lora.CONFIG, lora.WEIGHTS):
+                (folder / name).unlink(missing_ok=True)
         checkpoint.write_json(folder / checkpoint.CONFIG, self.config.to_hugging_face())
         weights = ((name, self._read(name)) for name in self._shapes)  # one at a time
         metadata = {"format": "pt"} | ({_BASE: self.lora_base} if self.lora_base != "f32" else {})
@@ -970,7 +1002,10 @@ class Model:
         has begun, or parameters moved (another adapter, others that train), since the last one.
         """
         if not (math.isfinite(temperature) and temperature >= 0):
-            raise ConfigError(f"temperature is {temperature}, must be 0 or more")
+            raise ConfigError(f"temperature is {temperature}, must be a finite number, 0 or more")
+        for name, value in (("top_k", top_k), ("max_new_tokens", max_new_tokens)):
+            if not isinstance(value, numbers.Integral):
+                raise ConfigError(f"{name} is {value!r}, must be an integer")
         if top_k < 0:
             raise ConfigError(f"top_k is {top_k}, must be 0 (all) or more")
         if not 0 < top_p <= 1:

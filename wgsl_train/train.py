@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from . import checkpoint
 from .anomaly import first_anomaly
-from .config import TrainConfig
+from .config import MambaConfig, TrainConfig
 from .data import IGNORED, Batch, Dataset, Prefetcher
 from .errors import CheckpointError, ConfigError, DataError, TrainingError
 from .kernel import Tensor
@@ -43,15 +43,22 @@ from .tuned import check_table
 
 Array = np.ndarray[Any, Any]
 
-TRAINER_STATE = "trainer_state.json"
-MOMENTS = "optimizer.safetensors"
 STATES = "states.safetensors"
 CARRIED = "carry_state"  # of the names of the states that a trainer carries
 METRICS = "metrics.jsonl"
 TUNING = "tuning.json"
 _AHEAD = 64  # steps given to the GPU before one waits for it; its log holds more
 # What decides which tokens the batch of a given number holds
-_POSITION = ("seed", "batch_size", "seq_len", "gradient_accumulation", "carry_state")
+_POSITION = (
+    "seed",
+    "batch_size",
+    "seq_len",
+    "gradient_accumulation",
+    "carry_state",
+    "eval_fraction",
+)
+_BAD_VALUES = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # of a damaged file
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -515,7 +522,9 @@ class Trainer:
         holds a later checkpoint of another run.
         """
         c, progress = self.config, self.progress
-        for data in filter(None, (dataset, eval_dataset)):
+        for data in (data for data in (dataset, eval_dataset) if data is not None):
+            if not isinstance(data, Dataset):
+                raise DataError(f"fit takes a Dataset, not {type(data).__name__}")
             if data.vocab_size != self.model.config.vocab_size:  # else it was looked through
                 data.check(self.model.config.vocab_size)
         total = self.total_steps(dataset)
@@ -611,7 +620,9 @@ class Trainer:
     def evaluate(self, dataset: Dataset, batch_size: int | None = None) -> Evaluation:
         """Mean loss over every predicted token of a dataset. Changes nothing."""
         c, model = self.config, self.model
-        return evaluate(model, dataset, batch_size or c.batch_size, c.seq_len)
+        return evaluate(
+            model, dataset, c.batch_size if batch_size is None else batch_size, c.seq_len
+        )
 
     def profile(
         self, batch_size: int | None = None, seq_len: int | None = None, steps: int = 10
@@ -668,7 +679,7 @@ class Trainer:
         moments = ((name, self.model.read_moment(name)) for name in shapes)
         with checkpoint.new_checkpoint(out, self.progress.step) as folder:
             self.model.save_pretrained(folder)
-            checkpoint.save_tensors(folder / MOMENTS, moments, shapes=shapes)
+            checkpoint.save_tensors(folder / checkpoint.MOMENTS, moments, shapes=shapes)
             if self.config.carry_state:
                 read = self.model.buffers.read
                 states = {name: read(tensor) for name, tensor in self._states.items()}
@@ -677,7 +688,7 @@ class Trainer:
                 checkpoint.save_tensors(folder / STATES, states)
             self._record_tuning(Path(out))
             files = sorted(path.name for path in folder.iterdir())
-            checkpoint.write_json(folder / TRAINER_STATE, {**state, checkpoint.FILES: files})
+            checkpoint.write_json(folder / checkpoint.STATE, {**state, checkpoint.FILES: files})
         checkpoint.rotate(out, self.config.keep_checkpoints, self.progress.step)
         return Path(out) / f"checkpoint-{self.progress.step}"
 
@@ -744,11 +755,11 @@ class Trainer:
         folder = find_checkpoint(path)
         if folder == Path(path) and not checked:  # one found in a run's folder was looked through
             checkpoint.check_whole(folder)
-        file = folder / TRAINER_STATE
+        file = folder / checkpoint.STATE
         state, specs = checkpoint.read_json(file), self.model.layout.specs
         try:
             progress = _progress(state)
-            counters = {name: int(state["optimizer"][name]) for name in STATE}
+            counters = _counters(state)
             loss_scale = _loss_scale(state)
             settings = {"carry_state": False, **state["train"]}  # older ones did not know it
             fixed = {name: settings[name] for name in _POSITION}
@@ -762,7 +773,7 @@ class Trainer:
             had = [name for name in specs if name in had]
             if before.shard:
                 had = had[before.shard[0] :: before.shard[1]]
-        except (KeyError, TypeError, ValueError, AttributeError) as err:
+        except _BAD_VALUES as err:
             raise CheckpointError(f"{file}: not a trainer's state: {err}") from None
         for name, value in fixed.items():
             if progress.data_tokens and getattr(self.config, name) != value:
@@ -776,9 +787,9 @@ class Trainer:
                 "new run from this model"
             )
         weights = checkpoint.model_tensors(folder, self.model.config.tie_embeddings)
-        moments = checkpoint.load_tensors(folder / MOMENTS)
+        moments = checkpoint.load_tensors(folder / checkpoint.MOMENTS)
         saved = {f"{kind}.{n}": s.shape for kind in "mv" for n, s in specs.items() if n in had}
-        checkpoint.check_names(saved, moments.shapes, folder / MOMENTS)
+        checkpoint.check_names(saved, moments.shapes, folder / checkpoint.MOMENTS)
         carried, states = dict[str, Tensor](), None
         if self.config.carry_state and (folder / STATES).exists():
             carried, states = self._states, checkpoint.load_tensors(folder / STATES)
@@ -818,7 +829,18 @@ def _progress(state: Mapping[str, Any]) -> Progress:
     """Of a trainer's state, where the run stood. Raises what bad values do."""
     saved = dict(state["progress"])
     unknown = [name for name, value in saved.items() if value is None]
-    return Progress(**{name: int(v) for name, v in saved.items() if name not in unknown})
+    values = {name: int(v) for name, v in saved.items() if name not in unknown}
+    if wrong := [name for name, value in values.items() if not -1 <= value < 1 << 63]:
+        raise ValueError(f"{wrong[0]} is {values[wrong[0]]}")
+    return Progress(**values)
+
+
+def _counters(state: Mapping[str, Any]) -> dict[str, int]:
+    """Of a trainer's state, the numbers of `STATE`. Raises what bad values do."""
+    counters = {name: int(state["optimizer"][name]) for name in STATE}
+    if wrong := [name for name, value in counters.items() if not 0 <= value < 1 << 32]:
+        raise ValueError(f"{wrong[0]} is {counters[wrong[0]]}")
+    return counters
 
 
 def _loss_scale(state: Mapping[str, Any]) -> list[float]:
@@ -827,9 +849,18 @@ def _loss_scale(state: Mapping[str, Any]) -> list[float]:
     return [float(saved[name]) for name in LOSS_SCALE]
 
 
+def _read_state(folder: Path, part: Callable[[Mapping[str, Any]], _T]) -> _T:
+    """What `part` makes of a checkpoint's trainer state. Raises CheckpointError."""
+    file = folder / checkpoint.STATE
+    try:
+        return part(checkpoint.read_json(file))
+    except _BAD_VALUES as err:
+        raise CheckpointError(f"{file}: not a trainer's state: {err}") from None
+
+
 def saved_loss_scale(path: str | Path) -> float:
     """The loss scale that a checkpoint goes on with."""
-    return _loss_scale(checkpoint.read_json(find_checkpoint(path) / TRAINER_STATE))[0]
+    return _read_state(find_checkpoint(path), _loss_scale)[0]
 
 
 def saved_packing(path: str | Path) -> dict[str, Any]:
@@ -838,11 +869,7 @@ def saved_packing(path: str | Path) -> dict[str, Any]:
     What an older checkpoint does not record is left out. Raises CheckpointError where the file is
     no trainer's state.
     """
-    file = find_checkpoint(path) / TRAINER_STATE
-    try:
-        progress = _progress(checkpoint.read_json(file))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as err:
-        raise CheckpointError(f"{file}: not a trainer's state: {err}") from None
+    progress = _read_state(find_checkpoint(path), _progress)
     found: dict[str, Any] = {}
     if progress.packed is not None:
         found["pack"] = bool(progress.packed)
@@ -853,7 +880,7 @@ def saved_packing(path: str | Path) -> dict[str, Any]:
 
 def saved_config(path: str | Path) -> dict[str, Any]:
     """The fields of the TrainConfig that a checkpoint was trained with."""
-    file = find_checkpoint(path) / TRAINER_STATE
+    file = find_checkpoint(path) / checkpoint.STATE
     config = checkpoint.read_json(file).get("train")
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: not a trainer's state: it has no configuration")
@@ -918,11 +945,7 @@ def compare(a: Model, b: Model, dataset: Dataset, batch_size: int, seq_len: int)
 
     Raises ConfigError where the models' vocabularies differ, DataError as `evaluate`.
     """
-    if a.config.vocab_size != b.config.vocab_size:
-        raise ConfigError(
-            f"the models have {a.config.vocab_size} and {b.config.vocab_size} tokens: losses of "
-            "different vocabularies cannot be compared"
-        )
+    check_same_vocabulary(a.config, b.config)
     losses, wins, count = np.zeros(2), 0.0, 0
     for batch in dataset.batches(batch_size, seq_len, seed=None, epoch=0):
         counted = batch.targets != IGNORED
@@ -936,6 +959,15 @@ def compare(a: Model, b: Model, dataset: Dataset, batch_size: int, seq_len: int)
     _need_targets(count)
     loss_a, loss_b = map(float, losses / count)
     return Comparison(loss_a, loss_b, wins / count, count)
+
+
+def check_same_vocabulary(a: MambaConfig, b: MambaConfig) -> None:
+    """Raises ConfigError where two models' losses cannot be compared."""
+    if a.vocab_size != b.vocab_size:
+        raise ConfigError(
+            f"the models have {a.vocab_size} and {b.vocab_size} tokens: losses of different "
+            "vocabularies cannot be compared"
+        )
 
 
 def _need_targets(count: int) -> None:
@@ -1021,4 +1053,4 @@ def _until(path: Path, step: int) -> Iterable[str]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
-                yield line
+                yield f"{line.rstrip()}\n"  # the last may have been cut off before its end

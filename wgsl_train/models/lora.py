@@ -225,6 +225,14 @@ def adapted(model: MambaConfig, adapter: Lora | None, base: LoraBase = "f32") ->
     return [replace(spec, trainable=False) for spec in specs] + adapter.parameters(model)
 
 
+def is_in(folder: Path) -> bool:
+    """Whether a folder holds an adapter. Raises CheckpointError where it holds half of one."""
+    described, stored = (folder / CONFIG).exists(), (folder / WEIGHTS).exists()
+    if stored and not described:
+        raise CheckpointError(f"{folder}: holds {WEIGHTS}, but no {CONFIG}")
+    return described
+
+
 def load(
     path: str | Path,
     model: MambaConfig,
@@ -257,6 +265,8 @@ def load(
     assert isinstance(rank, (int, float))
     assert isinstance(alpha, (int, float))
     patterns = config.get("rank_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise refuse(f"rank_pattern is {patterns!r}; an object is needed")
     modules, ranks, found = _modules(model), dict[str, int](), dict(tensors.shapes)
     for name, shape in tensors.shapes.items():
         if (base := re.fullmatch(re.escape(_PREFIX) + r"(.+)\.base_layer\.weight", name)) and (
