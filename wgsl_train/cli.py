@@ -26,6 +26,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from . import __version__, checkpoint, tuned
 from .config import (
@@ -688,9 +689,11 @@ class _Display:
         self._first = trainer.progress.step
         self._tokens = trainer.progress.tokens
         self._shown = -1
+        text = "step {task.completed}/{task.total}  {task.fields[numbers]}"
+        numbers = TextColumn(text, markup=False, table_column=Column(overflow="fold"))
         self.bar = Progress(
-            TextColumn("step {task.completed}/{task.total}  {task.fields[numbers]}", markup=False),
-            BarColumn(),
+            numbers,
+            *([BarColumn()] if err.width >= 130 else []),  # which would cut the numbers off
             console=err,
             disable=not err.is_terminal,
         )

@@ -288,7 +288,9 @@ def _entries(layers: Iterable[str]) -> Iterator[str]:
     for text in ",".join(layers).split(","):
         entry, star, count = (part.strip() for part in text.partition("*"))
         if star and not re.fullmatch("[1-9][0-9]{0,3}", count):
-            raise ConfigError(f"MambaConfig.layers: {text!r}: a number from 1 must follow *")
+            raise ConfigError(
+                f"MambaConfig.layers: {text!r}: a number from 1 to 9999 must follow *"
+            )
         yield from [entry] * int(count or 1)
 
 
