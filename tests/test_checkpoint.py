@@ -20,11 +20,11 @@ from wgsl_train.checkpoint import (
     EMBEDDING,
     HEAD,
     check_names,
-    check_none_later,
     check_unused,
     check_whole,
     checkpoints,
     clean,
+    later,
     latest,
     load_tensors,
     lock,
@@ -622,6 +622,10 @@ def test_a_folder_that_holds_something_is_in_use(tmp_path):
         check_unused(tmp_path)
     with pytest.raises(CheckpointError, match=r"is in use: it holds config.json"):
         check_unused(tmp_path / "checkpoint-1")
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"is in use: it holds adapter_model"):
+        check_unused(tmp_path / "lora")
 
 
 def test_a_failure_names_the_checkpoint_and_not_where_it_is_made(tmp_path):
@@ -703,14 +707,14 @@ def test_rotation(tmp_path):
         rotate(tmp_path, 0, 10)
 
 
-def test_a_later_checkpoint_is_not_written_beside(tmp_path):
+def test_which_is_later(tmp_path):
     save(tmp_path, 9)
     save(tmp_path, 12)
-    check_none_later(tmp_path, 12)
-    with pytest.raises(CheckpointError, match="holds checkpoint-9, of a later step than 3: go on"):
-        check_none_later(tmp_path, 3)
+    assert later(tmp_path, 12) is None
+    assert later(tmp_path, 9).name == "checkpoint-12"
+    assert later(tmp_path, 3).name == "checkpoint-9"
     (tmp_path / "checkpoint-12" / "config.json").unlink()
-    check_none_later(tmp_path, 9)  # nobody goes on from a damaged one
+    assert later(tmp_path, 9) is None  # nobody goes on from a damaged one
 
 
 @posix

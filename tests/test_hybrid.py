@@ -69,7 +69,7 @@ def test_layers_that_share_parameters_have_them_once():
         ("", "no layer is of type ''; known: mamba"),
         ("mamba,", "no layer is of type ''"),
         ("transformer*2", "no layer is of type 'transformer'; "),
-        ("mamba*0", "'mamba*0': a number from 1 must follow *"),
+        ("mamba*0", "'mamba*0': a number from 1 to 9999 must follow *"),
         ("mamba*", "must follow *"),
         ("mamba*x", "must follow *"),
         ("mamba:d_sate=3", "has no 'd_sate'; did you mean 'd_state'?"),

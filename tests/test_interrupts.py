@@ -82,10 +82,7 @@ def trainer_of(run, device):
     return trainer
 
 
-ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-
-
-@pytest.mark.parametrize("number, code", ENDS)
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_run_goes_on(start, device, tmp_path, number, code):
     run = tmp_path / "run"
     process = start(*SIZES, "--steps=1000000", "--log-every=1", "--eval-fraction=0.1")
@@ -197,8 +194,21 @@ def test_a_terminal_that_is_closed(start, tmp_path):
     while n_logged(run) < 5 or b"left" not in seen:
         seen += os.read(terminal, 4096)  # raises where the process has ended
     assert b" tokens/s " in seen  # which 80 columns hold
-    os.close(terminal)  # which sends SIGHUP
+    os.kill(child, signal.SIGHUP)  # as a shell tells its jobs
+    os.close(terminal)  # upon which the system tells all of that terminal
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    [saved] = checkpoint.checkpoints(run)
+    assert saved.name == f"checkpoint-{n_logged(run)}"
+
+
+def test_a_log_s_reader_ends_by_the_same_key(start, tmp_path):
+    """In `train | tee log` Ctrl-C ends both, and the run saves all the same."""
+    run = tmp_path / "run"
+    process = start(*SIZES, "--steps=1000000", "--log-every=1000000")  # nothing more to say
+    wait_for(lambda: n_logged(run) >= 5, process)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
     [saved] = checkpoint.checkpoints(run)
     assert saved.name == f"checkpoint-{n_logged(run)}"
 

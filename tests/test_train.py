@@ -357,6 +357,10 @@ def test_a_mean_over_no_target_is_refused(device):
     for call in (lambda: evaluate(model, alone, 2, 9), lambda: compare(model, model, alone, 2, 9)):
         with pytest.raises(DataError, match="no token to predict"):
             call()
+    trainer = wt.Trainer(model, TrainConfig(**settings(steps=2)))
+    with pytest.raises(DataError, match="no token to predict"):
+        trainer.fit(dataset(), eval_dataset=alone)
+    assert trainer.progress.step == 0  # and not at the end
 
 
 def test_steps_without_targets_are_no_skips(device):
@@ -939,13 +943,15 @@ def test_steps_that_are_done_again_are_logged_once(device, tmp_path):
     again.load(tmp_path / "checkpoint-3")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # cut off by a kill
-    again.fit(dataset(), out=tmp_path)
+    with pytest.warns(UserWarning, match="holds checkpoint-6, of a later step than 3, which stays"):
+        again.fit(dataset(), out=tmp_path)
     assert logged(tmp_path) == straight
     assert [record["step"] for record in straight] == list(range(1, 9))
     log = tmp_path / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]).rstrip())  # no line's end
     again.load(tmp_path / "checkpoint-3")
-    again.fit(dataset(), out=tmp_path)
+    with pytest.warns(UserWarning, match="holds checkpoint-6"):
+        again.fit(dataset(), out=tmp_path)
     assert logged(tmp_path) == straight
 
 
@@ -986,6 +992,8 @@ def test_what_resuming_refuses(device, tmp_path):
         ("trainer_state.json", with_state("optimizer", calls=-1), "a trainer's state: calls is -1"),
         ("trainer_state.json", with_state("optimizer", calls=2**40), "a trainer's state: calls is"),
         ("trainer_state.json", with_state("progress", step=-5), "a trainer's state: step is -5"),
+        ("trainer_state.json", with_state("progress", step=None), "a trainer's state: int"),
+        ("trainer_state.json", with_state("progress", batch=-1), "a trainer's state: batch is -1"),
         ("trainer_state.json", with_state("progress", epoch=2**70), "a trainer's state: epoch is"),
         ("trainer_state.json", with_state("loss_scale", scale=None), "a trainer's state: "),
         ("optimizer.safetensors", None, "optimizer.safetensors is missing"),

@@ -526,7 +526,8 @@ def clean(folder: AnyPath) -> None:
 def check_unused(folder: AnyPath) -> None:
     """Raises CheckpointError where a folder holds a model, a checkpoint, or a run with some."""
     parent = Path(folder)
-    found = [*checkpoints(parent), *(parent / name for name in (CONFIG, WEIGHTS, INDEX, STATE))]
+    names = (CONFIG, WEIGHTS, INDEX, STATE, f"adapter_{CONFIG}", f"adapter_{WEIGHTS}")
+    found = [*checkpoints(parent), *(parent / name for name in names)]
     if held := [path for path in found if path.exists()]:
         raise CheckpointError(f"{folder} is in use: it holds {held[0].name}; choose another folder")
 
@@ -586,20 +587,15 @@ def check_whole(path: AnyPath) -> None:
         raise CheckpointError(f"{folder}: {missing[0]} is missing")
 
 
-def check_none_later(folder: AnyPath, step: int) -> None:
-    """Raises CheckpointError where a run's folder holds a whole checkpoint of a later step.
-
-    What is written there next to such a one would be taken for older than it.
-    """
+def later(folder: AnyPath, step: int) -> Path | None:
+    """The first whole checkpoint of a run's folder that is of a later step, or None."""
     for path in [p for p in checkpoints(folder) if _step(p) > step]:
         try:
             check_whole(path)
         except CheckpointError:
             continue  # nobody goes on from it
-        raise CheckpointError(
-            f"{folder} holds {path.name}, of a later step than {step}: go on from that one, or "
-            "choose another folder"
-        )
+        return path
+    return None
 
 
 def rotate(folder: AnyPath, keep: int, step: int) -> None:

@@ -41,7 +41,16 @@ from .config import (
     expand_preset,
     load_toml,
 )
-from .data import Dataset, Tokenizer, find_files, find_tokenizer, load_tokenizer
+from .data import (
+    BYTES_NOTE,
+    TOKENIZER,
+    ByteTokenizer,
+    Dataset,
+    Tokenizer,
+    find_files,
+    find_tokenizer,
+    load_tokenizer,
+)
 from .device import Device, list_adapters, no_adapter, request_device
 from .doctor import diagnose
 from .errors import ConfigError, DataError, DeviceError, TrainingError, WgslTrainError
@@ -56,6 +65,8 @@ from .plot import plot
 from .tensorboard import event_writer
 from .train import (
     CARRIED,
+    METRICS,
+    TUNING,
     Trainer,
     check_same_vocabulary,
     compare,
@@ -78,6 +89,12 @@ app = typer.Typer(
 )
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, stderr=True)
+
+# What a run writes to its folder
+_OF_A_RUN = re.compile(
+    r"checkpoint-\d+|events\.out\..*|"
+    + "|".join(map(re.escape, (METRICS, TUNING, TOKENIZER, BYTES_NOTE)))
+)
 
 # Sizes of the model that `train` makes where neither flag nor file says; layers say how many
 DEFAULT_MODEL = {"d_model": 128, "n_layer": 4}
@@ -368,16 +385,17 @@ def train(
     before = {k: v for k, v in saved_config(start).items() if v is not None} if start else {}
     preset = WRITE_THROUGH if write_through else {}
     train_config = _train_config(before, tables["train"], preset, _flags(TrainConfig, given))
-    if train_config.eval_every and not train_config.eval_fraction:
-        raise ConfigError(
-            f"eval_every is {train_config.eval_every}, but no tokens are held out to evaluate: set "
-            "eval_fraction"
-        )
+    train_config.check_effect([*tables["train"], *_given(TrainConfig, given)])
     source = start or (find_checkpoint(from_pretrained) if from_pretrained else None)
     paths, tokenizer, kind = _data_settings(tables["data"], config, data, tokenizer, dtype)
     packed = saved_packing(start) if start else {}
     packing = _packing(tables["data"], config, pack, separator, packed)
     tokens = load_tokenizer(tokenizer or (find_tokenizer(source) if source else None))
+    if not start and isinstance(tokens, ByteTokenizer) and (out_dir / TOKENIZER).exists():
+        raise ConfigError(
+            f"{out_dir} holds a {TOKENIZER}, but the tokens are bytes: give it as --tokenizer, or "
+            "choose another --out"
+        )
     sizes = {**expand_preset(tables["model"]), **_flags(MambaConfig, given)}
     model_config = _model_config(sizes, source, tokens)
     model_config.check_effect([*tables["model"], *_given(MambaConfig, given)])
@@ -408,7 +426,7 @@ def train(
             model = Model.from_pretrained(source, opened, base)
         else:
             model = Model(model_config, opened, train_config.seed)
-        if not find_tokenizer(out_dir):
+        if not start or not find_tokenizer(out_dir):
             tokens.save(out_dir)
         trainer = Trainer(model, train_config)
         if start:
@@ -428,12 +446,18 @@ def _check_free(out_dir: Path, resume: bool) -> None:
 
 def _without_own(paths: list[str], out_dir: Path) -> list[Path]:
     """The files of the data, without what the run itself writes in a folder among them."""
-    own = out_dir.resolve()
-    files = [file for file in find_files(paths) if own not in file.resolve().parents]
+    own, named = out_dir.resolve(), {Path(path).resolve() for path in paths}
+
+    def written(file: Path) -> bool:
+        place = file.resolve()
+        if place in named or own not in place.parents:
+            return False
+        first = place.relative_to(own).parts[0]
+        return bool(_OF_A_RUN.fullmatch(first))
+
+    files = [file for file in find_files(paths) if not written(file)]
     if not files:
-        raise DataError(
-            f"{' '.join(paths)}: all files there are in {out_dir}, the run's own folder"
-        )
+        raise DataError(f"{' '.join(paths)}: holds nothing but the run in {out_dir}; name its data")
     return files
 
 
@@ -655,10 +679,10 @@ def _again(dropped: Any) -> None:
 
 
 def _leave_terminal() -> None:
-    """Say no more to a terminal that is gone: each word would be an error."""
+    """Say no more to a terminal that is gone, nor to what reads there: each word would be an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        if stat.S_ISCHR(os.fstat(stream).st_mode):  # isatty is false by now
+        if not stat.S_ISREG(os.fstat(stream).st_mode):  # isatty is false by now
             os.dup2(nowhere, stream)
     os.close(nowhere)
 
@@ -669,16 +693,29 @@ def _interrupts() -> Iterator[list[int]]:
     caught: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if caught:
+        hung_up = number not in (signal.SIGINT, signal.SIGTERM)
+        if caught and not hung_up:  # both a shell and the system tell of a closed terminal
             _end(number, frame)
         caught.append(number)
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        if hung_up:
             _leave_terminal()
         # not by `err`: what it writes may be half-written just now
-        os.write(2, b"\nstopping after this step; the checkpoint is saved first\n")
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nstopping after this step; the checkpoint is saved first\n")
 
     with _signals(handle):
         yield caught
+
+
+@contextlib.contextmanager
+def _unread(caught: list[int]) -> Iterator[None]:
+    """What nobody reads any more does not keep a run from saving that a signal has stopped, as in
+    `train | tee log`, where Ctrl-C ends both."""
+    try:
+        yield
+    except (OSError, SystemExit):  # which rich makes of a broken pipe
+        if not caught:
+            raise
 
 
 class _Display:
@@ -743,14 +780,16 @@ def _run(
     display = _Display(trainer, total)
     watchers: list[Callable[[dict[str, Any]], None]] = [display.show]
 
-    def on_log(record: dict[str, Any]) -> None:
-        for show in watchers:
-            show(record)
-
     with _interrupts() as caught:
         with display.bar, contextlib.ExitStack() as stack:
-            if tensorboard:
-                watchers.append(stack.enter_context(event_writer(out_dir, first)))
+
+            def on_log(record: dict[str, Any]) -> None:
+                if tensorboard and len(watchers) == 1:  # by now the folder is this run's
+                    watchers.append(stack.enter_context(event_writer(out_dir, first)))
+                for show in watchers:
+                    with _unread(caught):
+                        show(record)
+
             trainer.fit(
                 data,
                 eval_dataset=held_out,
@@ -759,7 +798,8 @@ def _run(
                 should_stop=lambda: bool(caught) or trainer.progress.step == stop_after,
                 hot_reload=err.print if hot_reload else None,
             )
-        err.print(f"saved      {out_dir}/checkpoint-{trainer.progress.step}")
+        with _unread(caught):
+            err.print(f"saved      {out_dir}/checkpoint-{trainer.progress.step}")
     if caught:
         raise SystemExit(128 + caught[0])
 
@@ -1176,8 +1216,11 @@ def main() -> None:
     1: bad input or a failed run; 2: wrong usage; 3: no adapter, or none that can do it;
     128 + N: signal N.
     """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # closed by the caller: the next file would be taken for it
+    os.close(fd)
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed by the caller
+        if getattr(sys, stream) is None:
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
     def warn(message: Warning | str, *rest: Any, **more: Any) -> None:

@@ -990,10 +990,6 @@ class TrainConfig(_Checked):
             self._refuse("lora_targets", self.lora_targets, f"some of {', '.join(LORA_TARGETS)}")
         if self.lora_targets != LORA_TARGETS and not self.lora_rank:
             self._refuse("lora_rank", 0, "1 or more, where lora_targets are chosen")
-        if self.lora_alpha != 16.0 and not self.lora_rank:
-            self._refuse("lora_rank", 0, "1 or more, where lora_alpha is chosen")
-        if self.min_lr and self.schedule == "constant":
-            self._refuse("schedule", "constant", "'linear' or 'cosine', where min_lr is chosen")
         if self.lora_rank and self.train:
             self._refuse("train", self.train, "nothing, where an adapter trains (lora_rank)")
         if self.min_lr > self.lr:
@@ -1016,6 +1012,20 @@ class TrainConfig(_Checked):
         if self.epochs is None:
             raise ConfigError("TrainConfig needs steps or epochs: how long shall it train?")
         return self.epochs * -(-batches_per_epoch // self.gradient_accumulation)
+
+    def check_effect(self, names: Iterable[str]) -> None:
+        """Raises ConfigError at the first of these fields that changes nothing beside the others."""
+        needs = {
+            "min_lr": ("schedule", "linear or cosine", self.schedule != "constant"),
+            "lora_alpha": ("lora_rank", "1 or more", self.lora_rank),
+            "eval_every": ("eval_fraction", "more than 0", self.eval_fraction),
+        }
+        for name in names:
+            other, value, met = needs.get(name, ("", "", True))
+            if getattr(self, name) and not met:
+                raise ConfigError(
+                    f"{name} has no effect: set {other} to {value}, or leave {name} out"
+                )
 
     def decays(self, name: str) -> bool:
         """Whether the parameter of this name is subject to weight decay."""

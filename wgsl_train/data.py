@@ -483,7 +483,8 @@ class Dataset:
             raise ConfigError(f"separator is {separator!r}; allowed: an id, or None")
         if separator is not None and not pack:
             raise ConfigError(f"separator is {separator}: it ends documents where pack is on only")
-        self.tokens, self.pack, self.separator = tokens, pack, separator
+        self.tokens, self.pack = tokens, pack
+        self.separator = None if separator is None else int(separator)
         self.vocab_size = vocab_size
         self._start, self._stop = 0, len(tokens)
         self._need_two("the data")

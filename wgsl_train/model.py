@@ -539,15 +539,14 @@ class Model:
                 f"{folder} is a trainer's checkpoint, with a state that belongs to its weights; "
                 "choose another folder"
             )
-        if not self.adapter:
-            for name in (lora.CONFIG, lora.WEIGHTS):
-                (folder / name).unlink(missing_ok=True)
         checkpoint.write_json(folder / checkpoint.CONFIG, self.config.to_hugging_face())
         weights = ((name, self._read(name)) for name in self._shapes)  # one at a time
         metadata = {"format": "pt"} | ({_BASE: self.lora_base} if self.lora_base != "f32" else {})
         checkpoint.save_tensors(folder / checkpoint.WEIGHTS, weights, metadata, self._shapes)
         if self.adapter:
             self.save_adapter(folder)
+        else:
+            lora.remove(folder)
 
     # -- adapters ----------------------------------------------------------------------------
 

@@ -527,6 +527,9 @@ class Trainer:
                 raise DataError(f"fit takes a Dataset, not {type(data).__name__}")
             if data.vocab_size != self.model.config.vocab_size:  # else it was looked through
                 data.check(self.model.config.vocab_size)
+        if eval_dataset:  # rather than after the last step
+            batches = eval_dataset.batches(c.batch_size, c.seq_len, seed=None)
+            _need_targets(any(batch.n_targets for batch in batches))
         total = self.total_steps(dataset)
         if progress.data_tokens not in (0, len(dataset)):
             raise DataError(
@@ -610,12 +613,26 @@ class Trainer:
         with checkpoint.lock(out):
             checkpoint.clean(out)
             self._check_free(out)
+            if later := checkpoint.later(out, self.progress.step):
+                warnings.warn(
+                    f"{out} holds {later.name}, of a later step than {self.progress.step}, which stays "
+                    "the newest until this run comes so far",
+                    stacklevel=4,
+                )
             yield
 
     def _check_free(self, out: str | Path) -> None:
-        """Raises CheckpointError where a folder holds a later checkpoint, of another run."""
-        if Path(out).resolve() != self._resumed:
-            checkpoint.check_none_later(out, self.progress.step)
+        """Raises CheckpointError where a folder holds a later checkpoint, of another run.
+
+        What is written beside such a one would be taken for older than it.
+        """
+        if Path(out).resolve() != self._resumed and (
+            later := checkpoint.later(out, self.progress.step)
+        ):
+            raise CheckpointError(
+                f"{out} holds {later.name}, of a later step than {self.progress.step}: go on from that "
+                "one, or choose another folder"
+            )
 
     def evaluate(self, dataset: Dataset, batch_size: int | None = None) -> Evaluation:
         """Mean loss over every predicted token of a dataset. Changes nothing."""
@@ -818,7 +835,7 @@ class Trainer:
         if optimizer.loss_scale:
             self.model.buffers.write(optimizer.loss_scale, np.array(loss_scale))
         self._calls, self._skips = counters["calls"], counters["skipped_in_a_row"]
-        self.progress, self._resumed = progress, folder.parent.resolve()
+        self.progress, self._resumed = progress, folder.resolve().parent
 
 
 def _moments(layout: Layout) -> list[Tensor]:
@@ -828,18 +845,20 @@ def _moments(layout: Layout) -> list[Tensor]:
 def _progress(state: Mapping[str, Any]) -> Progress:
     """Of a trainer's state, where the run stood. Raises what bad values do."""
     saved = dict(state["progress"])
-    unknown = [name for name, value in saved.items() if value is None]
-    values = {name: int(v) for name, v in saved.items() if name not in unknown}
-    if wrong := [name for name, value in values.items() if not -1 <= value < 1 << 63]:
-        raise ValueError(f"{wrong[0]} is {values[wrong[0]]}")
-    return Progress(**values)
+    optional = ("packed", "separator", "data_checksum")
+    known = {n: int(v) for n, v in saved.items() if v is not None or n not in optional}
+    for name, value in known.items():
+        if not -(name == "separator") <= value < 1 << 63:
+            raise ValueError(f"{name} is {value}")
+    return Progress(**known)
 
 
 def _counters(state: Mapping[str, Any]) -> dict[str, int]:
     """Of a trainer's state, the numbers of `STATE`. Raises what bad values do."""
     counters = {name: int(state["optimizer"][name]) for name in STATE}
-    if wrong := [name for name, value in counters.items() if not 0 <= value < 1 << 32]:
-        raise ValueError(f"{wrong[0]} is {counters[wrong[0]]}")
+    for name, value in counters.items():
+        if not 0 <= value < 1 << 32:
+            raise ValueError(f"{name} is {value}")
     return counters
 
 

@@ -233,6 +233,18 @@ def is_in(folder: Path) -> bool:
     return described
 
 
+def remove(folder: Path) -> None:
+    """Remove the adapter that a folder may hold. Raises CheckpointError where that is refused."""
+    for name in (CONFIG, WEIGHTS):
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / name}: cannot be removed, and would be added to the model: "
+                f"{error.strerror}"
+            ) from None
+
+
 def load(
     path: str | Path,
     model: MambaConfig,
