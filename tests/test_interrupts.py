@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import wgsl_train as wt
-from wgsl_train import checkpoint
+from wgsl_train import checkpoint, cli
 from wgsl_train.train import saved_config
 
 pytestmark = [
@@ -211,6 +212,20 @@ def test_a_log_s_reader_ends_by_the_same_key(start, tmp_path):
     assert process.wait(60) == 130
     [saved] = checkpoint.checkpoints(run)
     assert saved.name == f"checkpoint-{n_logged(run)}"
+
+
+@pytest.mark.parametrize(
+    ("caught", "error", "passes"),
+    [
+        ([], BrokenPipeError(), True),
+        ([2], BrokenPipeError(), False),
+        ([2], SystemExit(1), False),  # rich's, of a broken pipe
+        ([2], cli._Signalled(2), True),  # the second Ctrl-C, while something is said
+    ],
+)
+def test_what_ends_a_run_that_is_stopping(caught, error, passes):
+    with pytest.raises(type(error)) if passes else nullcontext(), cli._unread(caught):
+        raise error
 
 
 def test_what_a_person_sees_who_cannot_wait(start, tmp_path):

@@ -713,8 +713,8 @@ def _unread(caught: list[int]) -> Iterator[None]:
     `train | tee log`, where Ctrl-C ends both."""
     try:
         yield
-    except (OSError, SystemExit):  # which rich makes of a broken pipe
-        if not caught:
+    except (OSError, SystemExit) as error:  # rich makes the latter of a broken pipe
+        if not caught or isinstance(error, _Signalled):
             raise
 
 

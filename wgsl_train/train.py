@@ -548,12 +548,13 @@ class Trainer:
                 f"the run began with separator {before}, these data have {now}: it can go on in the "
                 "same way only"
             )
-        if progress.data_checksum not in (None, dataset.checksum):
+        checksum = dataset.checksum
+        if progress.data_checksum not in (None, checksum):
             raise DataError(
                 "the run began on other data of the same length: it can go on with the same data only"
             )
         progress.data_tokens, progress.packed = len(dataset), int(dataset.pack)
-        progress.separator, progress.data_checksum = separator, dataset.checksum
+        progress.separator, progress.data_checksum = separator, checksum
         unlogged: list[tuple[StepResult, int]] = []  # with their epochs
         clock, tokens, first = _Clock(), progress.tokens, progress.step + 1
         reload = HotReload(self.model, hot_reload) if hot_reload else None
