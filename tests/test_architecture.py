@@ -9,7 +9,7 @@ import wgsl_train
 
 ROOT = Path(wgsl_train.__file__).parent
 LAYERS = [
-    {"errors"},
+    {"errors", "interrupts"},
     {"config"},
     {"kernel", "data", "checkpoint", "quantize"},
     {"tuned"},

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import wgsl_train as wt
-from wgsl_train import checkpoint, cli
+from wgsl_train import checkpoint, interrupts
 from wgsl_train.train import saved_config
 
 pytestmark = [
@@ -220,11 +220,11 @@ def test_a_log_s_reader_ends_by_the_same_key(start, tmp_path):
         ([], BrokenPipeError(), True),
         ([2], BrokenPipeError(), False),
         ([2], SystemExit(1), False),  # rich's, of a broken pipe
-        ([2], cli._Signalled(2), True),  # the second Ctrl-C, while something is said
+        ([2], interrupts.Signalled(2), True),  # the second Ctrl-C, while something is said
     ],
 )
 def test_what_ends_a_run_that_is_stopping(caught, error, passes):
-    with pytest.raises(type(error)) if passes else nullcontext(), cli._unread(caught):
+    with pytest.raises(type(error)) if passes else nullcontext(), interrupts.unread(caught):
         raise error
 
 

@@ -7,20 +7,15 @@ import enum
 import inspect
 import json
 import math
-import os
 import re
-import signal
-import stat
 import subprocess
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -54,6 +49,7 @@ from .data import (
 from .device import Device, list_adapters, no_adapter, request_device
 from .doctor import diagnose
 from .errors import ConfigError, DataError, DeviceError, TrainingError, WgslTrainError
+from .interrupts import collected_signals, ending_by_signals, open_streams, unread
 from .kernel import Target
 from .model import Model, StepPlan, find_checkpoint, plan_step, read_config, saved_base
 from .models import lora
@@ -641,83 +637,6 @@ def _print_plan(planned: StepPlan, layout: Layout, config: TrainConfig) -> None:
     out.print(f"\nmemory: {_memory_line(planned.plan.memory())}")
 
 
-@contextlib.contextmanager
-def _signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have SIGINT, SIGTERM and SIGHUP call `handle`, and none be lost."""
-    wanted = [signal.SIGINT, signal.SIGTERM]
-    hangup: Any = getattr(signal, "SIGHUP", None)  # a terminal that is closed
-    if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # as nohup has it
-        wanted.append(hangup)
-    old = {s: signal.signal(s, handle) for s in wanted}
-    hook, sys.unraisablehook = sys.unraisablehook, _again
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise _Signalled(number)
-
-
-class _Signalled(SystemExit):
-    """A signal ends the process."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
-
-
-def _again(dropped: Any) -> None:
-    """Raise a signal anew that fell into a destructor or callback, where Python drops exceptions."""
-    if isinstance(dropped.exc_value, _Signalled):
-        threading.Timer(0.01, os.kill, [os.getpid(), dropped.exc_value.number]).start()
-    else:
-        sys.__unraisablehook__(dropped)
-
-
-def _leave_terminal() -> None:
-    """Say no more to a terminal that is gone, nor to what reads there: each word would be an error."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        if not stat.S_ISREG(os.fstat(stream).st_mode):  # isatty is false by now
-            os.dup2(nowhere, stream)
-    os.close(nowhere)
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collects signals instead of dying by them; a second one is not held up."""
-    caught: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        hung_up = number not in (signal.SIGINT, signal.SIGTERM)
-        if caught and not hung_up:  # both a shell and the system tell of a closed terminal
-            _end(number, frame)
-        caught.append(number)
-        if hung_up:
-            _leave_terminal()
-        # not by `err`: what it writes may be half-written just now
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after this step; the checkpoint is saved first\n")
-
-    with _signals(handle):
-        yield caught
-
-
-@contextlib.contextmanager
-def _unread(caught: list[int]) -> Iterator[None]:
-    """What nobody reads any more does not keep a run from saving that a signal has stopped, as in
-    `train | tee log`, where Ctrl-C ends both."""
-    try:
-        yield
-    except (OSError, SystemExit) as error:  # rich makes the latter of a broken pipe
-        if not caught or isinstance(error, _Signalled):
-            raise
-
-
 class _Display:
     """How a run's records are shown: a bar on a terminal, a line every `log_every` steps else."""
 
@@ -780,14 +699,14 @@ def _run(
     display = _Display(trainer, total)
     watchers: list[Callable[[dict[str, Any]], None]] = [display.show]
 
-    with _interrupts() as caught:
+    with collected_signals() as caught:
         with display.bar, contextlib.ExitStack() as stack:
 
             def on_log(record: dict[str, Any]) -> None:
                 if tensorboard and len(watchers) == 1:  # by now the folder is this run's
                     watchers.append(stack.enter_context(event_writer(out_dir, first)))
                 for show in watchers:
-                    with _unread(caught):
+                    with unread(caught):
                         show(record)
 
             trainer.fit(
@@ -798,7 +717,7 @@ def _run(
                 should_stop=lambda: bool(caught) or trainer.progress.step == stop_after,
                 hot_reload=err.print if hot_reload else None,
             )
-        with _unread(caught):
+        with unread(caught):
             err.print(f"saved      {out_dir}/checkpoint-{trainer.progress.step}")
     if caught:
         raise SystemExit(128 + caught[0])
@@ -1216,18 +1135,13 @@ def main() -> None:
     1: bad input or a failed run; 2: wrong usage; 3: no adapter, or none that can do it;
     128 + N: signal N.
     """
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # closed by the caller: the next file would be taken for it
-    os.close(fd)
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:
-            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
+    open_streams()
 
     def warn(message: Warning | str, *rest: Any, **more: Any) -> None:
         err.print(f"warning: {message}")
 
     try:
-        with warnings.catch_warnings(), _signals(_end):
+        with warnings.catch_warnings(), ending_by_signals():
             warnings.showwarning = warn
             app(_spread_data(sys.argv[1:]), prog_name="wgsl-train")
     except WgslTrainError as error:

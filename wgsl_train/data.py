@@ -243,8 +243,9 @@ def find_files(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
     """The files that paths name: files, folders with all below them, and glob patterns.
 
     One path may stand by itself. Sorted, each once, so that one set of files is one sequence of
-    tokens wherever it is read. In folders, hidden files are left out; empty ones have nothing to read, and are an error where
-    they are named themselves. Raises DataError for a path that names nothing.
+    tokens wherever it is read. In folders, hidden files are left out; empty ones have nothing to
+    read, and are an error where they are named themselves. Raises DataError for a path that names
+    nothing.
     """
     found: dict[Path, Path] = {}
     paths = [paths] if isinstance(paths, (str, os.PathLike)) else paths
