@@ -180,24 +180,37 @@ def test_ended_at_any_moment_fifty_times(start, device, tmp_path):
         np.testing.assert_array_equal(resumed[name], array, name)
 
 
-def test_a_terminal_that_is_closed(start, tmp_path):
+IN_A_TERMINAL = """if True:
+    import fcntl, os, sys, termios
+
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    os.execv(sys.executable, [sys.executable, "-m", "wgsl_train", *sys.argv[1:]])"""
+
+
+def test_a_terminal_that_is_closed(tmp_path):
     """What is said to it is an error from then on, which must not end the run before it saves."""
-    import pty
+    import pty  # which Windows has not
 
     run = tmp_path / "run"
-    start().kill()  # for the text
-    child, terminal = pty.fork()
-    if not child:
-        os.chdir(tmp_path)
-        command = [sys.executable, "-m", "wgsl_train", "train", "--data=text.txt", "--out=run"]
-        os.execv(sys.executable, [*command, *SIZES, "--steps=1000000"])
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    terminal, its = pty.openpty()
+    args = ["train", "--data=text.txt", "--out=run", "--steps=1000000", *SIZES]
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, *args],
+        cwd=tmp_path,
+        stdin=its,
+        stdout=its,
+        stderr=its,
+    )
+    os.close(its)
     seen = b""
     while n_logged(run) < 5 or b"left" not in seen:
         seen += os.read(terminal, 4096)  # raises where the process has ended
     assert b" tokens/s " in seen  # which 80 columns hold
-    os.kill(child, signal.SIGHUP)  # as a shell tells its jobs
+    process.send_signal(signal.SIGHUP)  # as a shell tells its jobs
     os.close(terminal)  # upon which the system tells all of that terminal
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    assert process.wait(60) == 129
     [saved] = checkpoint.checkpoints(run)
     assert saved.name == f"checkpoint-{n_logged(run)}"
 
