@@ -21,8 +21,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -230,6 +232,14 @@ class Loop:
         return about
 
 
+def interrupted_again(dropped: Any) -> None:
+    """Interrupt anew where that fell into a destructor or callback: Python drops exceptions there."""
+    if dropped.exc_type is KeyboardInterrupt:
+        threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
+    else:
+        sys.__unraisablehook__(dropped)
+
+
 def run(args: argparse.Namespace) -> int:
     """Check once, or at every save. Returns the exit status."""
     loop = Loop(args)
@@ -298,6 +308,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.unraisablehook = interrupted_again
     if not (ROOT / "tests" / "oracle").is_dir():
         print(f"error: {ROOT}: no tests/oracle, so no checkout of the project", file=sys.stderr)
         return 1
