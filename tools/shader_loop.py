@@ -307,7 +307,8 @@ def main() -> int:
         "--patience", type=float, default=30.0, help="seconds a kernel may take [default: 30]"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a shell's background
+        signal.signal(number, signal.default_int_handler)
     sys.unraisablehook = interrupted_again
     if not (ROOT / "tests" / "oracle").is_dir():
         print(f"error: {ROOT}: no tests/oracle, so no checkout of the project", file=sys.stderr)
