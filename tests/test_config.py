@@ -453,6 +453,7 @@ def test_defaults():
         ("schedule", "cosin"),
         ("warmup_steps", -1),
         ("min_lr", -1.0),
+        ("min_lr", 1.0),
         ("beta1", 1.0),
         ("beta2", 1.0),
         ("eps", 0.0),

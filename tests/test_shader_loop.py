@@ -189,7 +189,7 @@ def test_nothing_that_a_kernel_does_ends_the_loop(session):
     session.edit(oracle, "    x = y\n", "")
     session.expect(OK)
     session.process.send_signal(signal.SIGINT)
-    assert session.process.wait(timeout=60) == 0
+    assert session.process.wait(timeout=10) == 0
 
 
 @pytest.mark.parametrize(

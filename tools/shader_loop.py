@@ -21,10 +21,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import multiprocessing
-import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -232,14 +230,6 @@ class Loop:
         return about
 
 
-def interrupted_again(dropped: Any) -> None:
-    """Interrupt anew where that fell into a destructor or callback: Python drops exceptions there."""
-    if dropped.exc_type is KeyboardInterrupt:
-        threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
-    else:
-        sys.__unraisablehook__(dropped)
-
-
 def run(args: argparse.Namespace) -> int:
     """Check once, or at every save. Returns the exit status."""
     loop = Loop(args)
@@ -309,7 +299,6 @@ def main() -> int:
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a shell's background
         signal.signal(number, signal.default_int_handler)
-    sys.unraisablehook = interrupted_again
     if not (ROOT / "tests" / "oracle").is_dir():
         print(f"error: {ROOT}: no tests/oracle, so no checkout of the project", file=sys.stderr)
         return 1

@@ -612,6 +612,13 @@ def rotate(folder: AnyPath, keep: int, step: int) -> None:
         shutil.rmtree(going, ignore_errors=True)
 
 
+def check_unlocked(folder: AnyPath) -> None:
+    """Raises CheckpointError where a process holds a run's folder; the folder stays as it is."""
+    if (Path(folder) / LOCK).exists():
+        with lock(folder):
+            pass
+
+
 @contextmanager
 def lock(folder: AnyPath) -> Iterator[None]:
     """Hold a run's folder for this process in a `with` statement; the folder is made if needed.

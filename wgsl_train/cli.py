@@ -371,9 +371,8 @@ def train(
     if resume and from_pretrained:
         raise typer.BadParameter("either --resume or --from-pretrained")
     tables = load_toml(config) if config else {"model": {}, "train": {}, "data": {}}
-    if resume and not dry_run and out_dir.is_dir():
-        with checkpoint.lock(out_dir):  # a run in progress drops old checkpoints as they are read
-            pass
+    if resume and not dry_run:  # a run in progress drops old checkpoints as they are read
+        checkpoint.check_unlocked(out_dir)
     start = checkpoint.latest(out_dir) if resume else None
     if resume and start is None:
         raise ConfigError(f"{out_dir} has no whole checkpoint to resume from")
@@ -432,12 +431,13 @@ def train(
 
 
 def _check_free(out_dir: Path, resume: bool) -> None:
-    if not resume and checkpoint.checkpoints(out_dir):
+    if resume:
+        return
+    if checkpoint.checkpoints(out_dir):
         raise ConfigError(
             f"{out_dir} holds a run already: choose another --out, or go on with --resume"
         )
-    if not resume:
-        checkpoint.check_unused(out_dir)  # a model there would be taken for the run's own
+    checkpoint.check_unused(out_dir)  # a model there would be taken for the run's own
 
 
 def _without_own(paths: list[str], out_dir: Path) -> list[Path]:
@@ -832,9 +832,7 @@ def merge(
     """Add a model's adapter to its weights, and save them as a plain model."""
     source = find_checkpoint(model)
     checkpoint.check_unused(out_dir)
-    if (out_dir / checkpoint.LOCK).exists():
-        with checkpoint.lock(out_dir):  # a run that has saved nothing yet
-            pass
+    checkpoint.check_unlocked(out_dir)  # by a run that has saved nothing yet
     loaded = Model.from_pretrained(source, _open(device, require_gpu, allow_cpu_adapter))
     loaded.merge_adapter()
     loaded.save_pretrained(out_dir)

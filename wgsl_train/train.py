@@ -522,7 +522,7 @@ class Trainer:
         holds a later checkpoint of another run.
         """
         c, progress = self.config, self.progress
-        for data in (data for data in (dataset, eval_dataset) if data is not None):
+        for data in (dataset,) if eval_dataset is None else (dataset, eval_dataset):
             if not isinstance(data, Dataset):
                 raise DataError(f"fit takes a Dataset, not {type(data).__name__}")
             if data.vocab_size != self.model.config.vocab_size:  # else it was looked through
@@ -613,8 +613,7 @@ class Trainer:
         """Have a run's folder for this run alone, without what one that was killed left in it."""
         with checkpoint.lock(out):
             checkpoint.clean(out)
-            self._check_free(out)
-            if later := checkpoint.later(out, self.progress.step):
+            if later := self._later(out):
                 warnings.warn(
                     f"{out} holds {later.name}, of a later step than {self.progress.step}, which stays "
                     "the newest until this run comes so far",
@@ -622,18 +621,16 @@ class Trainer:
                 )
             yield
 
-    def _check_free(self, out: str | Path) -> None:
-        """Raises CheckpointError where a folder holds a later checkpoint, of another run.
-
-        What is written beside such a one would be taken for older than it.
-        """
-        if Path(out).resolve() != self._resumed and (
-            later := checkpoint.later(out, self.progress.step)
-        ):
+    def _later(self, out: str | Path) -> Path | None:
+        """A later checkpoint that this run has in a folder. Raises CheckpointError where it is another
+        run's: what is written beside it would be taken for older."""
+        later = checkpoint.later(out, self.progress.step)
+        if later and Path(out).resolve() != self._resumed:
             raise CheckpointError(
                 f"{out} holds {later.name}, of a later step than {self.progress.step}: go on from that "
                 "one, or choose another folder"
             )
+        return later
 
     def evaluate(self, dataset: Dataset, batch_size: int | None = None) -> Evaluation:
         """Mean loss over every predicted token of a dataset. Changes nothing."""
@@ -681,7 +678,7 @@ class Trainer:
         later checkpoint of another run.
         """
         self._settle()
-        self._check_free(out)
+        self._later(out)
         self._fetch()
         counters = self.model.buffers.read(self._optimizer.state)
         state = {
