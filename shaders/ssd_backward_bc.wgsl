@@ -55,12 +55,13 @@ $$ else
 $$ endif
 }
 
-fn weigh_a(t: u32, k: u32, values: vec4f) -> vec4f {
+fn weigh_a_block(t: u32, k: u32, values: mat4x4f) -> mat4x4f {
 $$ if "states" in bound
     if (k >= {{ part_steps }}u) {
         let dt = dt_index(own_head + (k - {{ part_steps }}u) / {{ per_head }}u);
-        if (of_B) { return left_at_end(dt, t) * delta_at(dt, t) * values; }
-        return left_of_start(dt, t) * values;
+        var left: vec4f;
+        if (of_B) { left = left_at_end_four(dt, t) * delta_four(dt, t); } else { left = left_of_start_four(dt, t); }
+        return mat4x4f({$ for j in range(4) $}left[{{ j }}] * values[{{ j }}]{{ ", " if j < 3 }}{$ endfor $});
     }
 $$ endif
     return values;

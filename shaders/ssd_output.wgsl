@@ -45,16 +45,17 @@ $$ else
 $$ endif
 }
 
-fn weigh_a(t: u32, k: u32, values: vec4f) -> vec4f {
+fn weigh_a_block(t: u32, k: u32, values: mat4x4f) -> mat4x4f {
 $$ if "states" in bound
-    if (k < {{ from_state }}u) { return {{ "left_at_end" if reverse else "left_of_start" }}(own_dt, t) * values; }
+    if (k < {{ from_state }}u) {
+        let left = {{ "left_at_end_four" if reverse else "left_of_start_four" }}(own_dt, t);
+        return mat4x4f({$ for j in range(4) $}left[{{ j }}] * values[{{ j }}]{{ ", " if j < 3 }}{$ endfor $});
+    }
 $$ endif
     let s = min(first_step + k - {{ from_state }}u, chunk - 4u);
-$$ if reverse
-    return left_in_four(own_dt, s, t) * values;
-$$ else
-    return left_of_four(own_dt, t, s) * delta_four(own_dt, s) * values;
-$$ endif
+    let left = {{ "left_in_block" if reverse else "left_of_block" }}(own_dt, t, s);
+    let delta = {{ "vec4f(1.0)" if reverse else "delta_four(own_dt, s)" }};
+    return mat4x4f({$ for j in range(4) $}left[{{ j }}] * delta * values[{{ j }}]{{ ", " if j < 3 }}{$ endfor $});
 }
 
 fn load_b(p: u32, k: u32) -> vec4f {

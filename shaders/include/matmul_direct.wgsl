@@ -1,7 +1,7 @@
 // matmul.wgsl straight from storage, for CPUs, where loads cost by the element and workgroup memory is no nearer. A thread owns
 // thread_m rows; the columns are common to all. {{ lanes }} threads, a subgroup, share the loads of b and broadcast them.
 $$ set loads_b = thread_n // lanes
-{$ macro loaded_a(line, k, value=none) $}{{ "weigh_a(" ~ line ~ ", " ~ k ~ ", " if a.weighed is defined }}{{ value or mine ~ "load_a(" ~ line ~ ", " ~ k ~ ")" }}{{ ")" if a.weighed is defined }}{$ endmacro $}
+{$ macro loaded_a(line, k) $}{{ "weigh_a(" ~ line ~ ", " ~ k ~ ", " if a.weighed is defined }}{{ mine }}load_a({{ line }}, {{ k }}){{ ")" if a.weighed is defined }}{$ endmacro $}
 {$ macro loaded_b(line, k) $}{{ "weigh_b(" ~ line ~ ", " ~ k ~ ", " if b.weighed is defined }}{{ mine }}load_b({{ line }}, {{ k }}){{ ")" if b.weighed is defined }}{$ endmacro $}
 {$ macro row_at(i) $}{{ "row0 + " ~ i ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + " ~ 4 * g ~ "u" }}{$ endmacro $}
@@ -41,12 +41,12 @@ $$ endif
     for (var k = {{ from_k }}; k < {{ to_k }}; k += 4u) {
 $$ if a.blocks is defined
 $$ for q in range(gm)
-        let block{{ q }} = load_a_block(row0 + {{ 4 * q }}u, k);
+        let block{{ q }} = {{ "weigh_a_block(row0 + " ~ 4 * q ~ "u, k, " if a.weighed is defined }}load_a_block(row0 + {{ 4 * q }}u, k){{ ")" if a.weighed is defined }};
 $$ endfor
 $$ endif
 $$ for i in range(thread_m)
 $$ if a.blocks is defined
-        let a{{ i }} = {{ loaded_a("row0 + %du" % i, "k", "block%d[%d]" % (i // 4, i % 4)) }};
+        let a{{ i }} = block{{ i // 4 }}[{{ i % 4 }}];
 $$ elif a.along == "k"
         let a{{ i }} = {{ loaded_a("row0 + %du" % i, "k") }};
 $$ else

@@ -65,7 +65,11 @@ fn keep_{{ side }}(block: u32, first: u32, first_k: u32, fetched: mat4x4f) {
     let place = place_{{ side }}(block);
 $$ if t.weighed is defined
     let at = place * 4u + vec2u(first, first_k);
+$$ if t.blocks is defined
+    let values = {{ "transpose" if turns }}(weigh_{{ side }}_block(at.x, at.y, fetched));
+$$ else
     let values = {{ "transpose" if turns }}(mat4x4f({$ for j in range(4) $}weigh_{{ side }}({{ at_line(j, t.along) }}, fetched[{{ j }}]){{ ", " if j < 3 }}{$ endfor $}));
+$$ endif
 $$ else
     let values = fetched;
 $$ endif

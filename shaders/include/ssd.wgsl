@@ -41,6 +41,16 @@ fn delta_four(dt: u32, t: u32) -> vec4f {
     return dt_cum[(dt + t) / 4u];
 }
 
+fn cum_four(dt: u32, t: u32) -> vec4f {
+    return dt_cum[(dt + {{ chunk }}u + t) / 4u];
+}
+
+$$ if planes == 3
+fn begun_four(dt: u32, t: u32) -> vec4f {
+    return dt_cum[(dt + {{ 2 * chunk }}u + t) / 4u];
+}
+
+$$ endif
 // What is left at step t of the state at the chunk's start.
 fn left_of_start(dt: u32, t: u32) -> f32 {
     let left = exp2(dt_one(dt + {{ chunk }}u + t));
@@ -53,21 +63,43 @@ fn left_at_end(dt: u32, t: u32) -> f32 {
     return {{ "select(0.0, left, dt_one(dt + " ~ 2 * chunk ~ "u + t) == dt_one(dt + " ~ (3 * chunk - 1) ~ "u))" if planes == 3 else "left" }};
 }
 
+// left_of_start and left_at_end of the four steps from t on.
+fn left_of_start_four(dt: u32, t: u32) -> vec4f {
+    let left = exp2(cum_four(dt, t));
+    return {{ "select(vec4f(), left, begun_four(dt, t) == vec4f())" if planes == 3 else "left" }};
+}
+
+fn left_at_end_four(dt: u32, t: u32) -> vec4f {
+    let left = exp2(min(dt_one(dt + {{ 2 * chunk - 1 }}u) - cum_four(dt, t), vec4f()));
+    return {{ "select(vec4f(), left, begun_four(dt, t) == vec4f(dt_one(dt + " ~ (3 * chunk - 1) ~ "u)))" if planes == 3 else "left" }};
+}
+
 // What is left at step t of the inputs of the four steps from s on; 0 for those after t{{ ", and t's own" if strict }}.
 fn left_of_four(dt: u32, t: u32, s: u32) -> vec4f {
-    let left = exp2(min(dt_one(dt + {{ chunk }}u + t) - dt_cum[(dt + {{ chunk }}u + s) / 4u], vec4f()));
+    let left = exp2(min(dt_one(dt + {{ chunk }}u + t) - cum_four(dt, s), vec4f()));
     let before = vec4u(s, s + 1u, s + 2u, s + 3u) {{ "<" if strict else "<=" }} vec4u(t);
-    return select(vec4f(), left, before{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + t)) == dt_cum[(dt + " ~ 2 * chunk ~ "u + s) / 4u])" if planes == 3 }});
+    return select(vec4f(), left, before{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + t)) == begun_four(dt, s))" if planes == 3 }});
 }
 
-// What is left at the four steps from t on of step s's input; 0 for those before s{{ ", and s itself" if strict }}.
-fn left_in_four(dt: u32, t: u32, s: u32) -> vec4f {
-    let left = exp2(min(dt_cum[(dt + {{ chunk }}u + t) / 4u] - dt_one(dt + {{ chunk }}u + s), vec4f()));
-    let after = vec4u(t, t + 1u, t + 2u, t + 3u) {{ ">" if strict else ">=" }} vec4u(s);
-    return select(vec4f(), left, after{{ " & (vec4f(dt_one(dt + " ~ 2 * chunk ~ "u + s)) == dt_cum[(dt + " ~ 2 * chunk ~ "u + t) / 4u])" if planes == 3 }});
-}
+// The same for the four steps from t on, each a column; and for those from t on of their own inputs at the four steps from s on.
+$$ for name, rise, order in [("left_of_block", "cum[%d] - cum_s", "<" if strict else "<="), ("left_in_block", "cum_s - cum[%d]", ">" if strict else ">=")]
+fn {{ name }}(dt: u32, t: u32, s: u32) -> mat4x4f {
+    let steps = vec4u(s, s + 1u, s + 2u, s + 3u);
+    let cum = cum_four(dt, t);
+    let cum_s = cum_four(dt, s);
+$$ if planes == 3
+    let begun = begun_four(dt, t);
+    let begun_s = begun_four(dt, s);
 $$ endif
+    return mat4x4f(
+$$ for j in range(4)
+        select(vec4f(), exp2(min({{ rise % j }}, vec4f())), (steps {{ order }} vec4u(t + {{ j }}u)){{ " & (begun_s == vec4f(begun[%d]))" % j if planes == 3 }}){{ "," if j < 3 }}
+$$ endfor
+    );
+}
 
+$$ endfor
+$$ endif
 $$ for array in ["xBC", "dy", "states", "dstates"] if array in bound
 // Four elements from i on, of which the first `count` are wanted; the others are 0.
 fn {{ array }}_four(i: u32, count: i32) -> vec4f {
