@@ -26,6 +26,7 @@ from .kernel import Target
 
 _T = TypeVar("_T")
 _FEATURES = ("timestamp-query", "shader-f16", "subgroup")
+_CPU_FEATURES = ("shader-int64",)  # what only pays there
 _LIMITS = {
     "max_storage_buffers": "max-storage-buffers-per-shader-stage",
     "max_binding": "max-storage-buffer-binding-size",
@@ -209,7 +210,8 @@ def request_device(
     adapter = info.adapter
     granted = {field: int(adapter.limits[key]) for field, key in _LIMITS.items()}
     granted |= {k: min(v, granted[k]) for k, v in (limits or {}).items()}
-    features = [f for f in _FEATURES if f in adapter.features]
+    wanted = (*_FEATURES, *(_CPU_FEATURES if info.kind == "CPU" else ()))
+    features = [f for f in wanted if f in adapter.features]
     try:
         device = adapter.request_device_sync(
             label="wgsl_train",

@@ -27,6 +27,7 @@ _PURPOSE = {
     "timestamp-query": "GPU time of each kernel, for profiling",
     "shader-f16": "half precision",
     "subgroup": "sums across lanes",
+    "shader-int64": "wider loads; asked for on CPUs only",
 }
 # Paravirtual and reference adapters that are known to return wrong results
 _NOT_TRUSTED = ("apple paravirtual device", "microsoft basic render driver")

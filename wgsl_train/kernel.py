@@ -366,6 +366,8 @@ class Kernel:
     alternatives   other choices that may be faster on some adapter, for `wgsl-train tune` to
              measure: each overrides what `choose` says. They change no tensor's shape
     vec4     values -> bindings that are arrays of vec4<f32> rather than f32
+    vec8     values -> bindings, only read, that are arrays of vec4<u64>, each of 8 f32: for devices
+             with the feature shader-int64 on which a load costs by its number, not its bytes
     u32      bindings of unsigned integers
     stored   values -> dtypes of the bindings that may be stored as f16 or i8: arrays of u32, or
              of vec2<u32> for f16 that is among vec4
@@ -385,6 +387,7 @@ class Kernel:
     choose: Callable[[Target, Values], Values] = _DEFAULT_CHOICES
     alternatives: Callable[[Target, Values], Iterable[Values]] = lambda target, values: ()
     vec4: Callable[[Values], Iterable[str]] = lambda v: ()
+    vec8: Callable[[Values], Iterable[str]] = lambda v: ()
     u32: frozenset[str] = frozenset()
     stored: Callable[[Values], Mapping[str, DType]] = lambda v: {}
     half: frozenset[str] = frozenset()
@@ -481,7 +484,7 @@ class Kernel:
         Raises TemplateError naming the template's file, line and column.
         """
         bound, accumulate, half = set(bound), set(accumulate), values.get("half", ())
-        vec4 = set(self.vec4(values)) & bound
+        vec4, vec8 = set(self.vec4(values)) & bound, set(self.vec8(values)) & bound
         lines = [f"// {self.name}", *(["enable f16;"] if half else [])]
         lines += [f"const {name}: u32 = {size}u;" for name, size in dims.items()]
         for i, name in enumerate(b for b in self.bindings if b in bound):
@@ -489,7 +492,7 @@ class Kernel:
             plain, wide = (
                 ("f16", "vec4<f16>") if name in half else _ELEMENTS[self.dtype(name, values)]
             )
-            element = wide if name in vec4 else plain
+            element = "vec4<u64>" if name in vec8 else wide if name in vec4 else plain
             lines.append(
                 f"@group(0) @binding({i}) var<storage, {access}> {name}: array<{element}>;"
             )
@@ -513,7 +516,8 @@ class Kernel:
         origins: list[tuple[Span, ...]] = [
             (Span(1, f"{self.name} (generated)", i, 1, False),) for i in range(1, len(lines) + 1)
         ]
-        given: dict[str, Any] = {"bound": bound, "vec4": vec4, "accumulate": accumulate}
+        given: dict[str, Any] = {"bound": bound, "accumulate": accumulate}
+        given |= {"vec4": vec4, "vec8": vec8}
         given |= {"load": load, "store": store, "add": add}
         for line in self.templates.render(f"{self.name}.wgsl", {**values, **given}).split("\n"):
             code, spans = _unmark(line)

@@ -28,6 +28,7 @@ $$ endif
 $$ else
 $$ set part, from_k, to_k = "", "0u", until if until is defined else end ~ "u"
 $$ endif
+$$ set eights = lanes and tile_k == 8
 $$ set sums = "s" if per_fold is defined else "c"
 $$ set mine = joined if joined is defined else ""
 $$ if joined is not defined
@@ -40,6 +41,7 @@ $$ set name, dtype, aligned = t.name, t.get("dtype", "f32"), t.name in vec4
 $$ if dtype != "f32"
 {$ include "include/stored.wgsl" $}
 $$ endif
+$$ if name not in vec8
 // Four neighbours in memory from (line, k) on; zeros where k is past the end. A line past the end only reaches sums that
 // are not kept, so it may hold anything.
 fn {{ mine }}load_{{ side }}(line: u32, k: u32) -> vec4f {
@@ -64,6 +66,28 @@ $$ else
     return select(vec4f(), values, vec4u(k) + vec4u(0u, 1u, 2u, 3u) < vec4u({{ length }}u));
 $$ endif
 }
+$$ endif
+$$ if eights
+// Eight neighbours in memory from (line, k) on, as two vec4s.
+fn {{ mine }}eight_{{ side }}(line: u32, k: u32) -> mat2x4f {
+$$ if name in vec8
+$$ if more and side in ("a", "b")
+    if (k >= {{ seam }}u) { return {{ mine }}eight_more_{{ side }}(line, k - {{ seam }}u); }
+$$ endif
+$$ if length % tile_k
+    if (k >= {{ length }}u) { return mat2x4f(); }
+$$ endif
+    let words = {{ name }}[({{ "line" if t.along == "k" else "k" }} * {{ t.stride }}u + {{ t.start }}u + {{ "k" if t.along == "k" else "line" }}) / 8u];
+    let low = vec4u(words);
+    let high = vec4u(words >> vec4u(32u));
+    return mat2x4f(bitcast<vec4f>(vec4u(low.x, high.x, low.y, high.y)), bitcast<vec4f>(vec4u(low.z, high.z, low.w, high.w)));
+$$ elif t.along == "k"
+    return mat2x4f({{ mine }}load_{{ side }}(line, k), {{ mine }}load_{{ side }}(line, k + 4u));
+$$ else
+    return mat2x4f({{ mine }}load_{{ side }}(line, k), {{ mine }}load_{{ side }}(line + 4u, k));
+$$ endif
+}
+$$ endif
 $$ endfor
 
 // The tile of a workgroup: {{ swizzle }} along m, then the next along n, so that workgroups that run together share operands.

@@ -38,22 +38,47 @@ $$ for i in range(thread_m)
     var row_sum{{ i }} = 0.0;
 $$ endfor
 $$ endif
-    for (var k = {{ from_k }}; k < {{ to_k }}; k += 4u) {
+    for (var k = {{ from_k }}; k < {{ to_k }}; k += {{ tile_k }}u) {
 $$ if a.blocks is defined
 $$ for q in range(gm)
         let block{{ q }} = {{ "weigh_a_block(row0 + " ~ 4 * q ~ "u, k, " if a.weighed is defined }}load_a_block(row0 + {{ 4 * q }}u, k){{ ")" if a.weighed is defined }};
 $$ endfor
+$$ elif eights and a.along == "k"
+$$ for i in range(thread_m)
+        let eight_a{{ i }} = {{ mine }}eight_a(row0 + {{ i }}u, k);
+$$ endfor
+$$ elif eights
+$$ for q in range(0, gm, 2)
+$$ for j in range(tile_k)
+        let eight_a{{ q // 2 * tile_k + j }} = {{ mine }}eight_a(row0 + {{ 4 * q }}u, k + {{ j }}u);
+$$ endfor
+$$ endfor
 $$ endif
+$$ if eights
+$$ for f in range(loads_b)
+$$ if b.along == "k"
+        let eight_b{{ f }} = {{ mine }}eight_b(col0 + v{{ f }}, k);
+$$ else
+        let eight_b{{ f }} = {{ mine }}eight_b(col0 + v{{ f }} % {{ gn // 2 }}u * 8u, k + v{{ f }} / {{ gn // 2 }}u);
+$$ endif
+$$ endfor
+$$ endif
+$$ for h in range(tile_k // 4)
+        {
 $$ for i in range(thread_m)
 $$ if a.blocks is defined
         let a{{ i }} = block{{ i // 4 }}[{{ i % 4 }}];
+$$ elif eights and a.along == "k"
+        let a{{ i }} = eight_a{{ i }}[{{ h }}];
+$$ elif eights
+        let a{{ i }} = eight_a{{ i % gm // 2 * tile_k + 4 * h + i // gm }}[{{ i % gm % 2 }}];
 $$ elif a.along == "k"
         let a{{ i }} = {{ loaded_a("row0 + %du" % i, "k") }};
 $$ else
         let a{{ i }} = {{ loaded_a("row0 + %du" % (i % gm * 4), "k + %du" % (i // gm)) }};
 $$ endif
 $$ endfor
-$$ for f in range(loads_b)
+$$ for f in range(0 if eights else loads_b)
 $$ if b.along == "k"
         let shared{{ f }} = {{ loaded_b("col0 + v%d" % f, "k") }};
 $$ else
@@ -63,7 +88,12 @@ $$ endfor
 $$ for g in range(gn)
 $$ for j in range(4)
 $$ set v = 4 * g + j if b.along == "k" else j * gn + g
+$$ if eights
+$$ set own = v if b.along == "k" else (4 * h + j) * (gn // 2) + g // 2
+        let b{{ v }} = subgroupBroadcast(eight_b{{ own // lanes }}[{{ h if b.along == "k" else g % 2 }}], {{ own % lanes }}u);
+$$ else
         let b{{ v }} = {{ "subgroupBroadcast(shared" ~ v // lanes ~ ", " ~ v % lanes ~ "u)" if lanes > 1 else "shared" ~ v }};
+$$ endif
 $$ endfor
 $$ for i in range(thread_m)
 $$ if a.along == "k" and b.along == "k"
@@ -84,6 +114,8 @@ $$ set q, e = i // 4, "." ~ "xyzw"[i % 4]
 $$ endfor
         }
 $$ endif
+        }
+$$ endfor
 {$ include "include/matmul_fold.wgsl" $}
     }
 $$ for i in range(thread_m)

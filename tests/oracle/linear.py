@@ -112,6 +112,7 @@ def linear_backward_x(dout, weight, weight_scale, dlow, A, dx_stride, dout_start
     case(rows=37, d_out=45, d_in=33, dout_stride=45, x_stride=33, half=("dout", "x")),
     case(rows=70, d_out=24, d_in=40, dout_stride=80, dout_start=24, x_stride=48, x_start=8, half=("dout",)),
     case(rows=20, d_out=12, d_in=8, dout_stride=12, x_stride=8, half=("x",)),
+    case(rows=72, d_out=64, d_in=40, dout_stride=72, dout_start=8, x_stride=48, x_start=8),
 )  # fmt: skip
 def linear_backward_weight(dout, x, d_out, d_in, dout_start, x_start, dbias):
     dout, x = dout[:, dout_start : dout_start + d_out], x[:, x_start : x_start + d_in]
@@ -132,6 +133,8 @@ UNEQUAL = {"x_tile_m": 64, "x_tile_n": 16, "x_thread_m": 4, "x_thread_n": 16, "w
     case(rows=130, d_out=200, d_in=68, dout_stride=200, x_stride=68, dx_stride=68, choices=UNEQUAL),
     case(rows=37, d_out=45, d_in=33, dout_stride=45, x_stride=33, dx_stride=33, half=("dout", "x", "dx")),
     case(rows=20, d_out=12, d_in=8, dout_stride=12, x_stride=8, dx_stride=8, half=("x",)),
+    case(rows=70, d_out=64, d_in=40, dout_stride=72, dout_start=8, x_stride=48, x_start=8, dx_stride=40),
+    case(rows=70, d_out=72, d_in=36, dout_stride=72, x_stride=36, dx_stride=36),
 )  # fmt: skip
 def linear_backward(dout, x, weight, d_out, d_in, dx_stride, dout_start, x_start, dx_start, dbias):
     dx = linear_backward_x(dout, weight, None, None, None, dx_stride, dout_start, dx_start, 1.0)

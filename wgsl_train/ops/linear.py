@@ -79,17 +79,23 @@ def staged(
 
 
 def direct(
-    thread_m: int, thread_n: int, lanes: int = 1, workgroup: int = 8, swizzle: int = 8
+    thread_m: int,
+    thread_n: int,
+    lanes: int = 1,
+    workgroup: int = 8,
+    swizzle: int = 8,
+    eights: bool = False,
 ) -> dict[str, Any]:
     """Tuning choices: operands come straight from storage, for adapters that are CPUs.
 
     thread_m, thread_n   outputs of a thread, multiples of 4; threads lie along m
     lanes                threads of a subgroup, which share loads; it divides thread_n
+    eights               operands are loaded by 8 neighbours where sizes allow it, else by 4
     """
     return {
         "tile_m": workgroup * thread_m,
         "tile_n": thread_n,
-        "tile_k": 4,
+        "tile_k": 8 if eights else 4,
         "thread_m": thread_m,
         "thread_n": thread_n,
         "swizzle": swizzle,
@@ -195,26 +201,27 @@ def _choose(
         if target.kind != "cpu":
             parts = v.get("parts", 1)
             return _fastest(target, v[m], v[n], v[depth], parts, prefetch, single)[1]
-        return _direct_tile(target, v[m], v[n], tall)
+        return _direct_tile(target, v[m], v[n], v[depth], tall)
 
     return choose
 
 
-def _direct_tile(target: Target, m: int, n: int, tall: bool = False) -> dict[str, Any]:
+def _direct_tile(target: Target, m: int, n: int, depth: int, tall: bool = False) -> dict[str, Any]:
     """The choices for a product that comes straight from storage. tall: see `_choose`."""
     if target.lanes != 8:
         return direct(8, 8)
     widths = [32, 40, 24, 16, 8]  # the first of those that waste the fewest columns
     thread_n = min(widths, key=lambda width: round_up(n, width))
     more = tall and round_up(m, 64) == round_up(m, 32)
-    return direct(8 if more else 4, thread_n, lanes=8)
+    eights = "shader-int64" in target.features and depth % 8 == 0
+    return direct(8 if more else 4, thread_n, lanes=8, eights=eights)
 
 
 def _choose_both(target: Target, v: Values) -> dict[str, Any]:
     """Tuning choices for both gradients in one dispatch: sizes of tiles are named by product."""
     products = {
-        "x": _direct_tile(target, v["rows"], v["d_in"]),
-        "weight": _direct_tile(target, v["d_out"], v["d_in"], tall=True),
+        "x": _direct_tile(target, v["rows"], v["d_in"], v["d_out"]),
+        "weight": _direct_tile(target, v["d_out"], v["d_in"], v["rows"], tall=True),
     }
     sizes = ("tile_m", "tile_n", "thread_m", "thread_n")
     own = {f"{name}_{size}": tile[size] for name, tile in products.items() for size in sizes}
@@ -239,8 +246,12 @@ def _alternatives(
             plain = [direct(m, n) for m, n in ((8, 8), (4, 8), (8, 4), (4, 16), (4, 4))]
             if target.lanes != 8:
                 return plain
-            widths = (8, 16, 24, 32, 40)
-            return plain[:2] + [direct(m, n, lanes=8) for m in (4, 8) for n in widths]
+            return plain[:2] + [
+                direct(m, n, lanes=8, eights=eights)
+                for m in (4, 8)
+                for n in (8, 16, 24, 32, 40)
+                for eights in ((False, True) if "shader-int64" in target.features else (False,))
+            ]
         tiles = _staged_tiles(target, v[m], v[n], v.get("parts", 1))
         tiles += [(64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
         return [
@@ -272,6 +283,18 @@ def _vec4(**bindings: tuple[str, ...]) -> Callable[[Values], list[str]]:
     """The bindings all of whose row lengths, first columns and widths divide by 4."""
     return lambda v: [
         b for b, sizes in bindings.items() if all(v.get(s, 1) % 4 == 0 for s in sizes)
+    ]
+
+
+def _vec8(**bindings: tuple[str, ...]) -> Callable[[Values], list[str]]:
+    """Where operands are loaded by 8: the f32 bindings all of whose sizes divide by 8."""
+    return lambda v: [
+        b
+        for b, sizes in bindings.items()
+        if v["lanes"] == v["tile_k"] == 8
+        and all(v.get(s, 1) % 8 == 0 for s in sizes)
+        and b not in v["half"]
+        and (b != "weight" or v.get("weight_dtype", "f32") == "f32")
     ]
 
 
@@ -324,6 +347,7 @@ FORWARD = Kernel(
     alternatives=_alternatives("rows", "d_out", "d_in"),
     grid=_grid("rows", "d_out"),
     vec4=_vec4(x=_X, weight=("d_in",), bias=_OUT, residual=_OUT, low=_RANK, B=_RANK, out=_OUT),
+    vec8=_vec8(x=_X, weight=("d_in",)),
     stored=_stored,
     flops=_flops,
     half=frozenset({"x", "out"}),
@@ -345,6 +369,7 @@ BACKWARD_X = Kernel(
         A=("d_in",),
         dx=("dx_start", "dx_stride", "d_in"),
     ),
+    vec8=_vec8(dout=_DOUT, weight=("d_in",)),
     stored=_stored,
     flops=_flops,
     half=frozenset({"dout", "dx"}),
@@ -366,6 +391,7 @@ BACKWARD_X_PARTIAL = Kernel(
         A=("d_in",),
         dx_partials=("d_in", "part_stride"),
     ),
+    vec8=_vec8(dout=_DOUT, weight=("d_in",)),
     stored=_stored,
     flops=_flops,
     half=frozenset({"dout"}),
@@ -383,6 +409,7 @@ BACKWARD_WEIGHT = Kernel(
     alternatives=_alternatives("d_out", "d_in", "rows", turned=False),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, dweight=("d_in",)),
+    vec8=_vec8(dout=(*_DOUT, "thread_m"), x=_X),
     flops=_flops,
     half=frozenset({"dout", "x"}),
     traffic=lambda v: _traffic(v, ("x", "d_in"), ("dout", "d_out")) + 8 * v["d_out"] * v["d_in"],
@@ -403,6 +430,7 @@ BACKWARD = Kernel(
         dx=("dx_start", "dx_stride", "d_in"),
         dweight=("d_in",),
     ),
+    vec8=_vec8(dout=(*_DOUT, "weight_thread_m"), x=_X, weight=("d_in",)),
     flops=lambda v: 2 * _flops(v),
     half=frozenset({"dout", "x", "dx"}),
     traffic=lambda v: (
@@ -420,6 +448,7 @@ BACKWARD_WEIGHT_PARTIAL = Kernel(
     alternatives=_alternatives("d_out", "d_in", "rows", turned=False),
     grid=_grid("d_out", "d_in"),
     vec4=_vec4(dout=_DOUT, x=_X, weight_partials=("d_in", "weight_stride")),
+    vec8=_vec8(dout=(*_DOUT, "thread_m"), x=_X),
     flops=_flops,
     half=frozenset({"dout", "x"}),
     traffic=lambda v: (
