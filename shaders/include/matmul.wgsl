@@ -8,13 +8,14 @@
 // and both take the part first; `more` is the last one's.
 // What a kernel may set besides. own, in a or b: it defines that side's load_a or load_b itself; in a, with blocks, it defines
 // load_a_block(line, k) instead, the mat4x4f of four lines and k, so that it can be read either way. weighed, with own:
-// weigh_a(line, k, values) or weigh_b, or weigh_a_block, what becomes of a load: a load that computes nothing is on its way while others work; one
-// that does is waited for at once. needs, used where operands go through workgroup memory: it defines needs(row, col, k), whether
-// four rows and the columns from these on have anything to sum in 16 k from this one on. until (WGSL): where the walk ends,
-// if before the depth's end. products: it makes so many products of these sizes, and defines begin(product, first_row), which is
-// called first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col,
-// k / per_fold), a vec4f for 4 neighbouring columns. joined, for kernels that make two such products, straight from storage: names of
-// functions here and there begin with it, and main is theirs, which calls <joined>product(group, thread), a workgroup's part.
+// weigh_a_block(line, k, block), for blocks, or weigh_b(line, k, values) is what becomes of a load: a load that computes nothing is
+// on its way while others work; one that does is waited for at once. needs, used where operands go through workgroup memory: it
+// defines needs(row, col, k), whether four rows and the columns from these on have anything to sum in 16 k from this one on. until
+// (WGSL): where the walk ends, if before the depth's end. products: it makes so many products of these sizes, and defines
+// begin(product, first_row), which is called first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside,
+// times fold_weight(row, col, k / per_fold), a vec4f for 4 neighbouring columns. joined, for kernels that make two such products,
+// straight from storage: names of functions here and there begin with it, and main is theirs, which calls <joined>product(group,
+// thread), a workgroup's part.
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
 $$ set seam = ceil_div(depth, tile_k) * tile_k

@@ -1,7 +1,7 @@
 // matmul.wgsl straight from storage, for CPUs, where loads cost by the element and workgroup memory is no nearer. A thread owns
 // thread_m rows; the columns are common to all. {{ lanes }} threads, a subgroup, share the loads of b and broadcast them.
+// Where tile_k is 8, operands come by eights.
 $$ set loads_b = thread_n // lanes
-{$ macro loaded_a(line, k) $}{{ "weigh_a(" ~ line ~ ", " ~ k ~ ", " if a.weighed is defined }}{{ mine }}load_a({{ line }}, {{ k }}){{ ")" if a.weighed is defined }}{$ endmacro $}
 {$ macro loaded_b(line, k) $}{{ "weigh_b(" ~ line ~ ", " ~ k ~ ", " if b.weighed is defined }}{{ mine }}load_b({{ line }}, {{ k }}){{ ")" if b.weighed is defined }}{$ endmacro $}
 {$ macro row_at(i) $}{{ "row0 + " ~ i ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + " ~ 4 * g ~ "u" }}{$ endmacro $}
@@ -73,9 +73,9 @@ $$ elif eights and a.along == "k"
 $$ elif eights
         let a{{ i }} = eight_a{{ i % gm // 2 * tile_k + 4 * h + i // gm }}[{{ i % gm % 2 }}];
 $$ elif a.along == "k"
-        let a{{ i }} = {{ loaded_a("row0 + %du" % i, "k") }};
+        let a{{ i }} = {{ mine }}load_a(row0 + {{ i }}u, k);
 $$ else
-        let a{{ i }} = {{ loaded_a("row0 + %du" % (i % gm * 4), "k + %du" % (i // gm)) }};
+        let a{{ i }} = {{ mine }}load_a(row0 + {{ i % gm * 4 }}u, k + {{ i // gm }}u);
 $$ endif
 $$ endfor
 $$ for f in range(0 if eights else loads_b)
