@@ -1,12 +1,13 @@
 """What can be known about every shader without a GPU."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from tests import harness
-from tests.oracle import ORACLES
-from wgsl_train.kernel import KERNELS, SHADER_DIR
+from tests.oracle import ORACLES, case
+from wgsl_train.kernel import KERNELS, PORTABLE, SHADER_DIR
 
 SOURCES = sorted(SHADER_DIR.rglob("*.wgsl"))
 VARIANTS = [v for name in sorted(ORACLES) if name in KERNELS for v in harness.variants(name)]
@@ -35,6 +36,20 @@ def test_fits_the_portable_limits(variant):
     assert invocations <= 256
     # choices that a case forces are for adapters that grant more
     assert workgroup_bytes(source) <= (32768 if variant.case.choices else 16384)
+
+
+@pytest.mark.parametrize(
+    "features, d_out, d_in, words",
+    [({"shader-int64"}, 40, 24, 2), ({"shader-int64"}, 40, 20, 1), ({"shader-int64"}, 36, 24, 0), (set(), 40, 24, 0)],
+)  # fmt: skip
+def test_operands_are_64_bit_words_where_device_and_sizes_allow(features, d_out, d_in, words):
+    sizes = {"rows": 9, "d_out": d_out, "d_in": d_in, "dout_stride": d_out, "dx_stride": d_in}
+    variant = harness.Variant(
+        KERNELS["linear_backward_x"], case(("weight_scale", "dlow", "A"), **sizes), "cpu"
+    )
+    target = replace(PORTABLE, lanes=8, features=frozenset(features))
+    source = harness.planned(variant, target).render().source
+    assert source.count("array<vec4<u64>>") == words
 
 
 def workgroup_bytes(source: str) -> int:
