@@ -366,8 +366,8 @@ class Kernel:
     alternatives   other choices that may be faster on some adapter, for `wgsl-train tune` to
              measure: each overrides what `choose` says. They change no tensor's shape
     vec4     values -> bindings that are arrays of vec4<f32> rather than f32
-    vec8     values -> bindings, only read, that are arrays of vec4<u64>, each of 8 f32: for devices
-             with the feature shader-int64 on which a load costs by its number, not its bytes
+    vec8     values -> bindings, only read, that are arrays of vec4<u64> where they are f32, 8 to an
+             element: for devices with the feature shader-int64, where loads are dear by their number
     u32      bindings of unsigned integers
     stored   values -> dtypes of the bindings that may be stored as f16 or i8: arrays of u32, or
              of vec2<u32> for f16 that is among vec4
@@ -484,7 +484,8 @@ class Kernel:
         Raises TemplateError naming the template's file, line and column.
         """
         bound, accumulate, half = set(bound), set(accumulate), values.get("half", ())
-        vec4, vec8 = set(self.vec4(values)) & bound, set(self.vec8(values)) & bound
+        vec4 = set(self.vec4(values)) & bound
+        vec8 = {b for b in self.vec8(values) if b in bound and self.dtype(b, values) == "f32"}
         lines = [f"// {self.name}", *(["enable f16;"] if half else [])]
         lines += [f"const {name}: u32 = {size}u;" for name, size in dims.items()]
         for i, name in enumerate(b for b in self.bindings if b in bound):
@@ -516,8 +517,8 @@ class Kernel:
         origins: list[tuple[Span, ...]] = [
             (Span(1, f"{self.name} (generated)", i, 1, False),) for i in range(1, len(lines) + 1)
         ]
-        given: dict[str, Any] = {"bound": bound, "accumulate": accumulate}
-        given |= {"vec4": vec4, "vec8": vec8}
+        given: dict[str, Any] = {"bound": bound, "vec4": vec4, "vec8": vec8}
+        given["accumulate"] = accumulate
         given |= {"load": load, "store": store, "add": add}
         for line in self.templates.render(f"{self.name}.wgsl", {**values, **given}).split("\n"):
             code, spans = _unmark(line)

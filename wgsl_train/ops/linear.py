@@ -6,7 +6,7 @@ of columns of wider tensors (`Columns`), so that nothing is copied to split or j
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -250,7 +250,7 @@ def _alternatives(
                 direct(m, n, lanes=8, eights=eights)
                 for m in (4, 8)
                 for n in (8, 16, 24, 32, 40)
-                for eights in ((False, True) if "shader-int64" in target.features else (False,))
+                for eights in sorted({False, "shader-int64" in target.features})
             ]
         tiles = _staged_tiles(target, v[m], v[n], v.get("parts", 1))
         tiles += [(64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
@@ -279,23 +279,19 @@ def _grid(m: str, n: str) -> Callable[[Values], Grid]:
     return grid
 
 
+def _whole(by: int, bindings: Mapping[str, tuple[str, ...]], v: Values) -> list[str]:
+    """The bindings all of whose sizes divide by a number."""
+    return [b for b, sizes in bindings.items() if all(v.get(s, 1) % by == 0 for s in sizes)]
+
+
 def _vec4(**bindings: tuple[str, ...]) -> Callable[[Values], list[str]]:
     """The bindings all of whose row lengths, first columns and widths divide by 4."""
-    return lambda v: [
-        b for b, sizes in bindings.items() if all(v.get(s, 1) % 4 == 0 for s in sizes)
-    ]
+    return lambda v: _whole(4, bindings, v)
 
 
 def _vec8(**bindings: tuple[str, ...]) -> Callable[[Values], list[str]]:
-    """Where operands are loaded by 8: the f32 bindings all of whose sizes divide by 8."""
-    return lambda v: [
-        b
-        for b, sizes in bindings.items()
-        if v["lanes"] == v["tile_k"] == 8
-        and all(v.get(s, 1) % 8 == 0 for s in sizes)
-        and b not in v["half"]
-        and (b != "weight" or v.get("weight_dtype", "f32") == "f32")
-    ]
+    """Where operands are loaded by 8: the bindings all of whose sizes divide by 8."""
+    return lambda v: _whole(8, bindings, v) if v["lanes"] == v["tile_k"] == 8 else []
 
 
 def _flops(v: Values) -> int:
