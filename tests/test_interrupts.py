@@ -181,8 +181,9 @@ def test_ended_at_any_moment_fifty_times(start, device, tmp_path):
 
 
 IN_A_TERMINAL = """if True:
-    import fcntl, os, sys, termios
+    import fcntl, os, signal, sys, termios
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests run by nohup ignore
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.execv(sys.executable, [sys.executable, "-m", "wgsl_train", *sys.argv[1:]])"""
