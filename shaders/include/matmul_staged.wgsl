@@ -17,19 +17,19 @@ $$ set stride = 8 // quads if quads < 8 else 1
 {$ macro row_at(i) $}{{ "row0 + tm * 4u + " ~ (i // 4 * 4 * threads_m + i % 4) ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + tn * 4u + " ~ g * 4 * threads_n ~ "u" }}{$ endmacro $}
 {$ macro at_line(j, along) $}at.x{{ " + " ~ j ~ "u" if along == "k" and j }}, at.y{{ " + " ~ j ~ "u" if along == "lines" and j }}{$ endmacro $}
-$$ macro multiply(first, count, groups)
+$$ macro multiply(first, count, groups, columns)
 $$ for q in range(first, first + count)
 $$ for j in range(4)
         {
 $$ for g in groups
             let a{{ g }} = tile_a[{{ (4 * q + j) * row_a + g * threads_m }}u + {{ shifted("tm", q, shifts_a and not one_by_one) }}];
 $$ endfor
-$$ for g in range(gn)
+$$ for g in columns
             let b{{ g }} = tile_b[{{ (4 * q + j) * row_b + g * threads_n }}u + {{ shifted("tn", q, shifts_b) }}];
 $$ endfor
 $$ for g in groups
 $$ for i in range(4 * g, 4 * g + 4)
-$$ for h in range(gn)
+$$ for h in columns
             c{{ i }}_{{ h }} += a{{ g }}.{{ component(q, i % 4) }} * b{{ h }};
 $$ endfor
 $$ endfor
@@ -131,6 +131,10 @@ $$ endif
 $$ for f in range(fetches)
     var block{{ f }} = {{ "fetch(lane + " ~ f * workgroup ~ "u, row0, col0, " ~ from_k ~ ")" if prefetch else "mat4x4f()" }};
 $$ endfor
+$$ for groups_m, groups_n in [(range(gm), range(gn))] + ([(range(used_m), range(used_n))] if short else [])
+$$ if short
+    {{ "if (" ~ ("tile.y < " ~ (tiles_n - 1) if short_n else "tile.x < " ~ (tiles_m - 1)) ~ "u) {" if loop.first else "} else {" }}
+$$ endif
     for (var k = {{ from_k }}; k < {{ to_k }}; k += {{ tile_k }}u) {
 $$ if not prefetch
 $$ for f in range(fetches)
@@ -159,21 +163,25 @@ $$ for g in range(gm)
             let needs{{ g }} = needs({{ row_at(4 * g) }}, {{ col_at(0) }}, k + {{ 4 * first }}u);
 $$ endfor
             if ({$ for g in range(gm) $}{{ " && " if g }}needs{{ g }}{$ endfor $}) {
-{{ multiply(first, skips, range(gm)) }}
+{{ multiply(first, skips, range(gm), range(gn)) }}
             }{$ if gm > 1 $} else {
 $$ for g in range(gm)
                 if (needs{{ g }}) {
-{{ multiply(first, skips, [g]) }}
+{{ multiply(first, skips, [g], range(gn)) }}
                 }
 $$ endfor
             }{$ endif $}
         }
 $$ endfor
 $$ else
-{{ multiply(0, quads, range(gm)) }}
+        {{ "if (row0 + tm * 4u < " ~ lines_m ~ "u && col0 + tn * 4u < " ~ lines_n ~ "u) {" if not loop.first }}
+{{ multiply(0, quads, groups_m, groups_n) }}
+        {{ "}" if not loop.first }}
 $$ endif
 {$ include "include/matmul_fold.wgsl" $}
     }
+$$ endfor
+    {{ "}" if short }}
 $$ for i in range(thread_m)
 $$ for g in range(gn)
 {$ include "include/matmul_finish.wgsl" $}

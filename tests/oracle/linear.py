@@ -5,11 +5,11 @@ import numpy as np
 from . import case, oracle
 
 TILES = [  # other register tiles: staged in several ways, straight from storage
-    {"tile_m": 64, "tile_n": 32, "tile_k": 8, "thread_m": 8, "thread_n": 4, "swizzle": 2, "warp_n": 8, "prefetch": 1, "single": 1, "lanes": 0, "workgroup": 64},
-    {"tile_m": 64, "tile_n": 32, "tile_k": 4, "thread_m": 16, "thread_n": 8, "swizzle": 1, "warp_n": 0, "prefetch": 0, "single": 0, "lanes": 0, "workgroup": 16},
+    {"tile_m": 64, "tile_n": 32, "tile_k": 8, "thread_m": 8, "thread_n": 4, "swizzle": 2, "warp_n": 8, "prefetch": 1, "single": 1, "edge": 1, "lanes": 0, "workgroup": 64},
+    {"tile_m": 64, "tile_n": 32, "tile_k": 4, "thread_m": 16, "thread_n": 8, "swizzle": 1, "warp_n": 0, "prefetch": 0, "single": 0, "edge": 1, "lanes": 0, "workgroup": 16},
     {"tile_m": 64, "tile_n": 16, "tile_k": 4, "thread_m": 4, "thread_n": 16, "swizzle": 8, "lanes": 1, "workgroup": 16},
 ]  # fmt: skip
-LARGE = {"tile_m": 128, "tile_n": 128, "tile_k": 16, "thread_m": 8, "thread_n": 8, "swizzle": 8, "warp_n": 8, "prefetch": 0, "single": 0, "lanes": 0, "workgroup": 256}  # fmt: skip
+LARGE = {"tile_m": 128, "tile_n": 128, "tile_k": 16, "thread_m": 8, "thread_n": 8, "swizzle": 8, "warp_n": 8, "prefetch": 0, "single": 0, "edge": 0, "lanes": 0, "workgroup": 256}  # fmt: skip
 TINY = {"tile_m": 4, "tile_n": 4, "tile_k": 4, "thread_m": 4, "thread_n": 4, "swizzle": 8, "lanes": 1, "workgroup": 1}  # fmt: skip
 
 
@@ -36,6 +36,7 @@ def stored(leave_out=(), **values):
     *(case(F32, rows=67, d_out=68, d_in=36, x_stride=36, out_stride=68, rank=12, choices=t) for t in TILES),
     case((*F32, *LOW), rows=128, d_out=128, d_in=16, x_stride=16, out_stride=128, choices=LARGE),
     case((*F32, *LOW), rows=128, d_out=128, d_in=24, x_stride=24, out_stride=128, choices={**LARGE, "prefetch": 1}),
+    case(F32, rows=140, d_out=152, d_in=24, x_stride=24, out_stride=152, rank=4, choices={**LARGE, "prefetch": 1, "edge": 1}),
     case((*F32, *LOW), rows=3, d_out=262_150, d_in=1, x_stride=1, out_stride=262_150, choices=TINY),  # a folded grid
     *stored(rows=37, d_out=45, d_in=33, x_stride=33, out_stride=45, rank=5),
     *stored(rows=70, d_out=24, d_in=40, x_stride=40, out_stride=24, rank=4),
@@ -109,6 +110,8 @@ def linear_backward_x(dout, weight, weight_scale, dlow, A, dx_stride, dout_start
     case(rows=20, d_out=130, d_in=132, dout_stride=130, x_stride=132),
     *(case(rows=37, d_out=72, d_in=68, dout_stride=72, x_stride=68, choices=t) for t in TILES),
     case(rows=16, d_out=128, d_in=128, dout_stride=128, x_stride=128, choices=LARGE),
+    case(rows=36, d_out=152, d_in=136, dout_stride=152, x_stride=136, choices={**LARGE, "edge": 1}),
+    case(rows=36, d_out=152, d_in=128, dout_stride=152, x_stride=128, choices={**LARGE, "edge": 1}),
     case(rows=37, d_out=45, d_in=33, dout_stride=45, x_stride=33, half=("dout", "x")),
     case(rows=70, d_out=24, d_in=40, dout_stride=80, dout_start=24, x_stride=48, x_start=8, half=("dout",)),
     case(rows=20, d_out=12, d_in=8, dout_stride=12, x_stride=8, half=("x",)),

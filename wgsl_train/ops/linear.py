@@ -6,6 +6,7 @@ of columns of wider tensors (`Columns`), so that nothing is copied to split or j
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,6 +50,7 @@ def staged(
     warp_n: int = 8,
     prefetch: int = 0,
     single: int = 0,
+    edge: int = 0,
 ) -> dict[str, Any]:
     """Tuning choices: operands are staged in workgroup memory.
 
@@ -59,6 +61,8 @@ def staged(
     warp_n                   of 32 neighbouring threads so many lie along n; 0: all that there are
     prefetch                 1: load the next operands to registers while computing
     single                   1: an operand a that is turned is kept number by number, not by fours
+    edge                     1: a last tile that is half empty has a loop of its own, which leaves
+                             that half out
     """
     threads_m, threads_n = tile_m // thread_m, tile_n // thread_n
     if warp_n and (threads_n % warp_n or threads_m % (32 // warp_n)):
@@ -73,6 +77,7 @@ def staged(
         "warp_n": warp_n,
         "prefetch": prefetch,
         "single": single,
+        "edge": edge,
         "lanes": 0,
         "workgroup": threads_m * threads_n,
     }
@@ -166,7 +171,9 @@ def _fastest(
     adapter = _ADAPTERS[target.kind]
 
     def seconds(tile_m: int, tile_n: int, speed: float) -> float:
-        waves = ceil_div(ceil_div(m, tile_m) * ceil_div(n, tile_n) * parts, adapter.units)
+        spared = 0.6 * _edge(m, n, tile_m, tile_n)  # by tiles that are half empty
+        tiles = ceil_div(m, tile_m) * ceil_div(n, tile_n) - spared
+        waves = math.ceil(tiles * parts / adapter.units)
         work = 2 * tile_m * tile_n * ceil_div(depth, parts)
         filling = 0.25  # waves' worth of time in which the adapter starts and drains
         return float((waves + filling) * work) / (adapter.flops / adapter.units * speed)
@@ -177,9 +184,24 @@ def _fastest(
     ]
     best, tile_m, tile_n, thread_m, thread_n = min(estimates)
     tile_k = _tile_k(tile_m, tile_n)
-    ahead = prefetch and depth // parts >= 256  # it loads one round that is not used
-    more = {"prefetch": int(ahead), "single": int(single)}
+    more = {
+        "prefetch": int(prefetch and depth // parts >= 256),  # it loads one round that is not used
+        "single": int(single),
+        "edge": int(_edge(m, n, tile_m, tile_n) > 0),
+    }
     return best, staged(tile_m, tile_n, tile_k, thread_m, thread_n, **more)
+
+
+def _edge(m: int, n: int, tile_m: int, tile_n: int) -> int:
+    """How many tiles a half-empty last row or column of tiles has, of the largest tiles: smaller
+    ones gain nothing by a loop of their own."""
+    if (tile_m, tile_n) != (128, 128):
+        return 0
+    if n > tile_n and 0 < n % tile_n <= tile_n // 2:
+        return ceil_div(m, tile_m)
+    if m > tile_m and 0 < m % tile_m <= tile_m // 2:
+        return ceil_div(n, tile_n)
+    return 0
 
 
 def _tile_k(tile_m: int, tile_n: int) -> int:
@@ -252,16 +274,17 @@ def _alternatives(
                 for n in (8, 16, 24, 32, 40)
                 for eights in sorted({False, "shader-int64" in target.features})
             ]
-        tiles = _staged_tiles(target, v[m], v[n], v.get("parts", 1))
+        lines_m, lines_n = v[m], v[n]
+        tiles = _staged_tiles(target, lines_m, lines_n, v.get("parts", 1))
         tiles += [(64, 128, 8, 8, 1.0), (128, 64, 8, 8, 1.0)]
+        halves = (16, 8) if v[depth] % 16 == 8 else (16,)
         return [
-            staged(m, n, tile_k, tm, tn, prefetch=prefetch, single=single)
-            for m, n, tm, tn in dict.fromkeys(tile[:4] for tile in tiles)
-            for tile_k in (
-                (16, 8) if (_tile_k(m, n), v[depth] % 16) == (16, 8) else (_tile_k(m, n),)
-            )
+            staged(tm, tn, tile_k, own_m, own_n, prefetch=prefetch, single=single, edge=edge)
+            for tm, tn, own_m, own_n in dict.fromkeys(tile[:4] for tile in tiles)
+            for tile_k in (halves if _tile_k(tm, tn) == 16 else (_tile_k(tm, tn),))
             for prefetch in (0, 1)
             for single in ((0, 1) if turned else (0,))
+            for edge in range(1 + bool(_edge(lines_m, lines_n, tm, tn)))
         ]
 
     return alternatives
