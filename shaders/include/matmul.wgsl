@@ -93,7 +93,7 @@ $$ endfor
 
 // short: the last tile along m or n is half empty, or more; only the groups of its lines that have any are summed, in a loop of its
 // own, and it comes last, where workgroups are few.
-$$ set short = false
+$$ set short, whole_m, whole_n = false, tiles_m, tiles_n
 $$ if lanes == 0 and products is not defined and edge
 $$ set used_m = ceil_div(lines_m - (tiles_m - 1) * tile_m, 4 * tile_m // thread_m)
 $$ set used_n = ceil_div(lines_n - (tiles_n - 1) * tile_n, 4 * tile_n // thread_n)
@@ -101,12 +101,14 @@ $$ set short_n = used_n < gn and tiles_n > 1
 $$ set short = short_n or used_m < gm and tiles_m > 1
 $$ set used_m, used_n = (gm, used_n) if short_n else (used_m, gn)
 $$ endif
+$$ if short
+$$ set whole_m, whole_n = (tiles_m, tiles_n - 1) if short_n else (tiles_m - 1, tiles_n)
+$$ endif
 // The tile of a workgroup: {{ swizzle }} along m, then the next along n, so that workgroups that run together share operands.
-$$ set whole_m = tiles_m - 1 if short and not short_n else tiles_m
-$$ set whole_n = tiles_n - 1 if short and short_n else tiles_n
 fn {{ mine }}tile_index(group: u32) -> vec2u {
 $$ if short
-    if (group >= {{ whole_m * whole_n }}u) { return {{ "vec2u(group - " ~ whole_m * whole_n ~ "u, " ~ whole_n ~ "u)" if short_n else "vec2u(" ~ whole_m ~ "u, group - " ~ whole_m * whole_n ~ "u)" }}; }
+    let last = group - {{ whole_m * whole_n }}u;
+    if (group >= {{ whole_m * whole_n }}u) { return vec2u({{ "last, " ~ whole_n ~ "u" if short_n else whole_m ~ "u, last" }}); }
 $$ endif
     let first = group / {{ swizzle * whole_n }}u * {{ swizzle }}u;
     let height = clamp({{ whole_m }}u - first, 1u, {{ swizzle }}u);

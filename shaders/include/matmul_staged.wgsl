@@ -133,7 +133,7 @@ $$ for f in range(fetches)
 $$ endfor
 $$ for groups_m, groups_n in [(range(gm), range(gn))] + ([(range(used_m), range(used_n))] if short else [])
 $$ if short
-    {{ "if (" ~ ("tile.y < " ~ (tiles_n - 1) if short_n else "tile.x < " ~ (tiles_m - 1)) ~ "u) {" if loop.first else "} else {" }}
+    {{ "if (tile.x < " ~ whole_m ~ "u && tile.y < " ~ whole_n ~ "u) {" if loop.first else "} else {" }}
 $$ endif
     for (var k = {{ from_k }}; k < {{ to_k }}; k += {{ tile_k }}u) {
 $$ if not prefetch
