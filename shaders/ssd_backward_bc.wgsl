@@ -7,9 +7,10 @@ $$ set per_head = ceil_div(head_dim, tile_k) * tile_k
 $$ set part_heads = n_heads // (n_groups * shares)
 $$ set depth = part_steps + (part_heads * per_head if "states" in bound else 0)
 $$ set lines_m, lines_n, more, row_sums = chunk, d_state, none, false
-$$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": true}, {"along": "k", "own": true}
+$$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": "columns"}, {"along": "k", "own": true}
 $$ set products = 2 * batch * chunks * n_groups * shares
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
+$$ set until = "select(" ~ depth ~ "u, " ~ part_steps ~ "u, no_states())"
 {$ include "include/ssd.wgsl" $}
 $$ set B_start, C_start = d_xBC - 2 * n_groups * d_state, d_xBC - n_groups * d_state
 
@@ -23,6 +24,11 @@ fn begin(product: u32, first_row: u32) {
     own_chunk = product / {{ 2 * shares * n_groups }}u % chunks;
     own_sequence = product / ({{ 2 * shares * n_groups }}u * chunks);
     own_head = own_group * {{ n_heads // n_groups }}u + own_share * {{ part_heads }}u; // the first
+}
+
+// Whether the states at the chunk's start, for dC, or their gradients at its end, for dB, are zero; those are not read.
+fn no_states() -> bool {
+    return {{ "of_B && own_chunk == " ~ (chunks - 1) ~ "u" if ends_zero else "false" }} || {{ "!of_B && own_chunk == 0u" if begins_zero else "false" }};
 }
 
 fn score_four(t: u32, s: u32) -> vec4f {
@@ -55,16 +61,15 @@ $$ else
 $$ endif
 }
 
-fn weigh_a_block(t: u32, k: u32, values: mat4x4f) -> mat4x4f {
+fn weigh_a_block(t: u32, k: u32) -> vec4f {
 $$ if "states" in bound
     if (k >= {{ part_steps }}u) {
         let dt = dt_index(own_head + (k - {{ part_steps }}u) / {{ per_head }}u);
-        var left: vec4f;
-        if (of_B) { left = left_at_end_four(dt, t) * delta_four(dt, t); } else { left = left_of_start_four(dt, t); }
-        return mat4x4f({$ for j in range(4) $}left[{{ j }}] * values[{{ j }}]{{ ", " if j < 3 }}{$ endfor $});
+        if (of_B) { return left_at_end_four(dt, t) * delta_four(dt, t); }
+        return left_of_start_four(dt, t);
     }
 $$ endif
-    return values;
+    return vec4f(1.0);
 }
 
 fn load_b(n: u32, k: u32) -> vec4f {

@@ -1,5 +1,6 @@
 // From a chunk's end: G = sum of dots + the derivatives by cum from step t on, that by delta[t] A;  ddt = (A G + that by delta) times
-// the slope of clamp and softplus, to the last columns of dzxbcdt;  dA_log = A sum of delta G;  ddt_bias = sum of ddt;  dD = sum of x dy
+// the slope of clamp and softplus, to the last columns of dzxbcdt;  dA_log = A sum of delta G;  ddt_bias = sum of ddt;  dD = sum of x dy.
+// sums, behind its first plane: for each block of a head's columns the derivatives by cum, by delta, and x dy
 $$ set low, high = limit
 $$ set quads = chunk // 4
 $$ set own_quads = quads // slices
@@ -11,6 +12,12 @@ var<workgroup> of_slice: array<f32, {{ workgroup }}>;
 var<workgroup> sums_of_slice: array<vec4f, {{ workgroup }}>; // of delta G, of ddt, of x dy
 $$ endif
 
+// Of the four steps of quad q: the derivative by cum (term 0) or delta (1), or x dy (2).
+fn sum_of(term: u32, i: u32, q: u32) -> vec4f {
+    let at = i * {{ of_step * quads }}u + {{ quads }}u + term * {{ quads }}u + q;
+    return {$ for block in range(of_step // 3) $}{{ " + " if block }}sums[at{{ " + %du" % (3 * quads * block) if block }}]{$ endfor $};
+}
+
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
 {$ include "include/ssd_slice.wgsl" $}
@@ -18,13 +25,12 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
     let first = part % chunks * chunk;
     let row0 = part / chunks * seqlen + first;
     let A = -exp(A_log[head]);
-    let from_sums = i * {{ 3 * quads }}u + slice * {{ own_quads }}u;
     var G = 0.0;
 $$ if "dots" in bound
     for (var j = 0u; j < blocks; j++) { G += dots[i * blocks + j]; }
 $$ endif
 $$ for q in range(own_quads)
-    let dcum{{ q }} = sums[from_sums + {{ q }}u];
+    let dcum{{ q }} = sum_of(0u, i, slice * {{ own_quads }}u + {{ q }}u);
 $$ endfor
 $$ if slices > 1
     of_slice[lane] = {$ for q in range(own_quads) $}{{ " + " if q }}dot(dcum{{ q }}, vec4f(1.0)){$ endfor $};
@@ -35,8 +41,8 @@ $$ endif
 $$ for q in range(own_quads - 1, -1, -1)
     {
         let delta = dt_cum[i * {{ planes * quads }}u + slice * {{ own_quads }}u + {{ q }}u];
-        let ddelta = sums[from_sums + {{ quads + q }}u];
-        total.z += dot(sums[from_sums + {{ 2 * quads + q }}u], vec4f(1.0));
+        let ddelta = sum_of(1u, i, slice * {{ own_quads }}u + {{ q }}u);
+        total.z += dot(sum_of(2u, i, slice * {{ own_quads }}u + {{ q }}u), vec4f(1.0));
 $$ for j in range(3, -1, -1)
 $$ set e = "." ~ "xyzw"[j]
         {

@@ -1,6 +1,6 @@
 // states[chunk] = what reaches it: carry = exp(cum[last]) carry + states (what the chunk adds), in order of time or in reverse;
 // dots[chunk] = carry starts[chunk + 1], or last, summed over a workgroup's part of the state: both belong to the end of the chunk;
-// carry begins as initial, or as state, or 0, and ends as state
+// carry begins as initial, or as state, or 0, which is not stored, and ends as state
 $$ set packed = "states" in vec4
 $$ set size = d_state * head_dim // (4 if packed else 1)
 $$ set parts = ceil_div(size, workgroup)
@@ -46,7 +46,7 @@ $$ endif
 $$ endfor
 $$ for j in range(ahead)
         {{ "if (step + " ~ j ~ "u < " ~ chunks ~ "u) " if chunks % ahead }}{
-            if (valid) { states[row{{ j }} * {{ size }}u + at] = carry; }
+            if (valid{{ " && step > 0u" if j == 0 and "initial" not in bound and "state" not in bound }}) { states[row{{ j }} * {{ size }}u + at] = carry; }
 $$ if "dots" in bound
             terms[{{ j * workgroup }}u + lane] = select(0.0, fold(carry * start{{ j }}), valid);
 $$ endif

@@ -1,4 +1,4 @@
-// a = (y + skip x) silu(z);  out[i] = weight[i] a[i] / sqrt(mean of a^2 over i's group of columns + eps)
+// a = (y + skip x) silu(z), skip the first plane of sums;  out[i] = weight[i] a[i] / sqrt(mean of a^2 over i's group of columns + eps)
 $$ set packed = "y" in vec4
 $$ set width = 4 if packed else 1
 $$ set columns = d_inner // norm_groups // width

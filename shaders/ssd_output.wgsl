@@ -1,16 +1,22 @@
-// out[t] = exp(cum[t]) C[t] states + sum over s < t of scores[t, s] exp(cum[t] - cum[s]) delta[s] x[s], states those at the chunk's
-// start; skip[t] = D + scores[t, t] delta[t]. With dy bound in reverse: out[s] = exp(cum[last] - cum[s]) B[s] states + sum over
-// t > s of scores[t, s] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end
-$$ set strict, reverse = true, "dy" in bound
+// out[t] = y[t] = exp(cum[t]) C[t] states + sum over s < t of scores[t, s] exp(cum[t] - cum[s]) delta[s] x[s], states those at the
+// chunk's start (not read where they are zero); skip[t] = D + scores[t, t] delta[t]. In reverse du[s] = exp(cum[last] - cum[s]) B[s] states + sum over t > s of
+// scores[t, s] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end; out[s] = dx[s] = delta du + skip dy.
+// sums has the skip, and by the reverse for each {{ head_block }} columns of a head the sums of dy y - delta x du, the derivative by
+// cum; of x (du + scores[s, s] dy), that by delta but for cum; of x dy
+$$ set strict = true
 $$ set from_state = ceil_div(d_state, tile_k) * tile_k if "states" in bound else 0
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, head_dim, from_state + chunk, none, false
 $$ set first_row = "min(tile.x * " ~ tile_m ~ "u, " ~ chunk ~ "u)"
 $$ set steps = chunk ~ "u - " ~ first_row if reverse else "min(" ~ first_row ~ " + " ~ tile_m ~ "u, " ~ chunk ~ "u)"
 $$ set until = from_state ~ "u + " ~ steps
-$$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": true}, {"along": "lines", "own": true}
+$$ set zero_chunk = chunks - 1 if reverse else 0
+$$ set since = "select(0u, " ~ from_state ~ "u, own_chunk == " ~ zero_chunk ~ "u)" if begins_zero else "0u"
+$$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": "all"}, {"along": "lines", "own": true}
 $$ set needs = true
 $$ set products = batch * chunks * n_heads
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
+$$ set row_terms = 3 if reverse else 0
+$$ set packed = width == 4
 {$ include "include/ssd.wgsl" $}
 $$ set start = d_xBC - (2 if reverse else 1) * n_groups * d_state
 
@@ -45,17 +51,21 @@ $$ else
 $$ endif
 }
 
-fn weigh_a_block(t: u32, k: u32, values: mat4x4f) -> mat4x4f {
+fn weigh_a_block(t: u32, k: u32) -> mat4x4f {
 $$ if "states" in bound
     if (k < {{ from_state }}u) {
         let left = {{ "left_at_end_four" if reverse else "left_of_start_four" }}(own_dt, t);
-        return mat4x4f({$ for j in range(4) $}left[{{ j }}] * values[{{ j }}]{{ ", " if j < 3 }}{$ endfor $});
+        return mat4x4f({$ for j in range(4) $}vec4f(left[{{ j }}]){{ ", " if j < 3 }}{$ endfor $});
     }
 $$ endif
     let s = min(first_step + k - {{ from_state }}u, chunk - 4u);
     let left = {{ "left_in_block" if reverse else "left_of_block" }}(own_dt, t, s);
-    let delta = {{ "vec4f(1.0)" if reverse else "delta_four(own_dt, s)" }};
-    return mat4x4f({$ for j in range(4) $}left[{{ j }}] * delta * values[{{ j }}]{{ ", " if j < 3 }}{$ endfor $});
+$$ if reverse
+    return left;
+$$ else
+    let delta = delta_four(own_dt, s);
+    return mat4x4f({$ for j in range(4) $}left[{{ j }}] * delta{{ ", " if j < 3 }}{$ endfor $});
+$$ endif
 }
 
 fn load_b(p: u32, k: u32) -> vec4f {
@@ -81,13 +91,39 @@ fn needs(t: u32, p: u32, k: u32) -> bool {
 
 {$ include "include/matmul.wgsl" $}
 
+fn sums_index(t: u32) -> u32 {
+    return ((own_sequence * chunks + own_chunk) * n_heads + own_head) * {{ of_step * chunk }}u + t;
+}
+
+$$ if reverse
+{$ include "include/pack.wgsl" $}
+
+fn finish(t: u32, p: u32, du: pack) -> vec3f {
+    if (!inside(t) || p >= {{ head_dim }}u) { return vec3f(); }
+    let i = (row_of(t) * {{ d_inner }}u + own_head * {{ head_dim }}u + p) / {{ width }}u;
+    let j = (row_of(t) * d_xBC + own_head * {{ head_dim }}u + p) / {{ width }}u;
+    let x = xBC[j];
+    let d = dy[i];
+    let delta = delta_at(own_dt, t);
+    let score = scores[score_index(t, t) / 4u][t % 4u];
+    out[j] = delta * du + sums[sums_index(t)] * d;
+    return vec3f(fold(d * y[i] - delta * x * du), fold(x * (du + score * d)), fold(x * d));
+}
+
+fn finish_rows(t: u32, p: u32, term: u32, total: vec4f) {
+    if (t >= chunk) { return; }
+    let to = sums_index(t) + (1u + p / {{ head_block }}u * 3u + term) * chunk;
+$$ for j in range(4)
+    sums[to + {{ j }}u] = total[{{ j }}];
+$$ endfor
+}
+$$ else
 fn finish(t: u32, p: u32, sum: {{ out_type }}) {
     if (!inside(t) || p >= {{ head_dim }}u) { return; }
     out[(row_of(t) * out_stride + own_head * {{ head_dim }}u + p) / {{ width }}u] = sum;
-$$ if "skip" in bound
     if (p == 0u) {
         let score = scores[score_index(t, t) / 4u][t % 4u];
-        skip[row_of(t) * n_heads + own_head] = D[own_head] + score * delta_at(own_dt, t);
+        sums[sums_index(t)] = D[own_head] + score * delta_at(own_dt, t);
     }
-$$ endif
 }
+$$ endif

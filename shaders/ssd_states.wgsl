@@ -2,7 +2,7 @@
 // with dy bound of exp(cum[t]) C[t, n] dy[t, p], what it adds to the gradient of the state at its start
 $$ set strict, reverse = false, "dy" in bound
 $$ set lines_m, lines_n, depth, more, row_sums = d_state, head_dim, chunk, none, false
-$$ set a, b = {"along": "lines", "own": true}, {"along": "lines", "own": true, "weighed": true}
+$$ set a, b = {"along": "lines", "own": true}, {"along": "lines", "own": true, "weighed": "columns"}
 $$ set made = chunks - (1 if skip else 0)
 $$ set products = batch * made * n_heads
 $$ set out_type, width = ("vec4f", 4) if "states" in vec4 else ("f32", 1)
@@ -29,12 +29,12 @@ $$ else
 $$ endif
 }
 
-fn weigh_b(p: u32, step: u32, values: vec4f) -> vec4f {
+fn weigh_b(p: u32, step: u32) -> f32 {
     let t = min(step, chunk - 1u);
 $$ if reverse
-    return left_of_start(own_dt, t) * values;
+    return left_of_start(own_dt, t);
 $$ else
-    return left_at_end(own_dt, t) * delta_at(own_dt, t) * values;
+    return left_at_end(own_dt, t) * delta_at(own_dt, t);
 $$ endif
 }
 

@@ -21,6 +21,7 @@ class Dual:
         planes = 2 if documents is None else 3
         self.dt_cum = np.zeros((*self.states.shape[:3], planes, v["chunk"]))
         self.sizes = {"d_state": v["d_state"], "head_dim": v["head_dim"]}
+        self.blocks = {"head_block": oracle.HEAD_BLOCK}
         self.norm = {"eps": EPS, "norm_groups": v["n_groups"]}
 
     def forward(self, zxbcdt, xBC, dt_bias, A_log, D, weight, state):
@@ -38,8 +39,21 @@ class Dual:
         )
         given["states"] = combined["states"]
         y = np.zeros((v["batch"], v["seqlen"], v["d_inner"]))
-        made = oracle.ssd_output(**given, scores=scores, D=D, dy=None, out=y, skip=None, **sizes)
-        gated = {"y": made["out"], "xBC": xBC, "zxbcdt": zxbcdt, "skip": made["skip"]}
+        sums = np.zeros([v[k] for k in ("batch", "chunks", "n_heads", "of_step", "chunk")])
+        made = oracle.ssd_output(
+            **given,
+            scores=scores,
+            D=D,
+            dy=None,
+            y=None,
+            out=y,
+            sums=sums,
+            reverse=False,
+            begins_zero=False,
+            **sizes,
+            **self.blocks,
+        )
+        gated = {"y": made["out"], "xBC": xBC, "zxbcdt": zxbcdt, "sums": made["sums"]}
         out = oracle.ssd_norm_forward(**gated, weight=weight, **self.norm)
         return {**given, "state": combined["state"], "scores": scores, "gated": gated, **out}
 
@@ -62,15 +76,19 @@ class Dual:
         back = oracle.ssd_combine(
             dt_cum, saved["states"], saved["state"], dfinal, own["states"], state, dots, True
         )
-        du = oracle.ssd_output(
+        made = oracle.ssd_output(
             **given,
             scores=saved["scores"],
             states=back["states"],
             D=None,
+            y=saved["gated"]["y"],
             out=xBC,
-            skip=None,
+            sums=np.nan_to_num(saved["gated"]["sums"]),
+            reverse=True,
+            begins_zero=False,
             **sizes,
-        )["out"]
+            **self.blocks,
+        )
         dscores = oracle.ssd_backward_scores(
             **given, dscores=np.zeros((1, *self.score_shape)), **sizes
         )
@@ -82,17 +100,11 @@ class Dual:
             dstates=back["states"],
             out=np.zeros((2, v["batch"], v["seqlen"], columns)),
             out_start=0,
+            begins_zero=False,
+            ends_zero=False,
             **sizes,
         )["out"]
         dBC = oracle.ssd_backward_bc_sum(shares, xBC)["dxBC"]
-        made = oracle.ssd_backward_rows(
-            y=saved["gated"]["y"],
-            **given,
-            skip=saved["gated"]["skip"],
-            scores=saved["scores"],
-            dxBC=du,
-            **sizes,
-        )
         partials = dict.fromkeys(
             ("A_log_partials", "D_partials", "dt_bias_partials"),
             np.zeros((v["batch"] * v["chunks"], v["n_heads"])),
@@ -110,7 +122,7 @@ class Dual:
         return {
             # the columns between are the convolution's
             "zxbcdt": np.nan_to_num(norm["dzxbcdt"]) + np.nan_to_num(dt["dzxbcdt"]),
-            "xBC": np.nan_to_num(made["dxBC"]) + np.nan_to_num(dBC),
+            "xBC": np.nan_to_num(made["out"]) + np.nan_to_num(dBC),
             "weight": norm["weight_partials"][0],
             "state": back["state"],
             **sums,

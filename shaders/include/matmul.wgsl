@@ -7,15 +7,18 @@
 // row_sums is set. Rows and columns past the edge reach them. Where the kernel has a dim parts, the depth is dealt out to these,
 // and both take the part first; `more` is the last one's.
 // What a kernel may set besides. own, in a or b: it defines that side's load_a or load_b itself; in a, with blocks, it defines
-// load_a_block(line, k) instead, the mat4x4f of four lines and k, so that it can be read either way. weighed, with own:
-// weigh_a_block(line, k, block), for blocks, or weigh_b(line, k, values) is what becomes of a load: a load that computes nothing is
-// on its way while others work; one that does is waited for at once. needs, used where operands go through workgroup memory: it
-// defines needs(row, col, k), whether four rows and the columns from these on have anything to sum in 16 k from this one on. until
-// (WGSL): where the walk ends, if before the depth's end. products: it makes so many products of these sizes, and defines
+// load_a_block(line, k) instead, the mat4x4f of four lines and k, so that it can be read either way. weighed, with own: factors that
+// are apart from loads, so that both are on their way at once: weigh_a_block(line, k), for blocks, a mat4x4f where weighed is "all", or
+// a vec4f, one for each line, where it is "columns"; for a b along lines weigh_b(line, k), of four lines. needs, used where operands go through workgroup memory: it
+// defines needs(row, col, k), whether four rows and the columns from these on have anything to sum in 16 k from this one on. since,
+// until (WGSL): where the walk begins and ends, if not at 0 and the depth's end. products: it makes so many products of these sizes, and defines
 // begin(product, first_row), which is called first. per_fold, a multiple of tile_k: every so many k the sums so far are put aside,
-// times fold_weight(row, col, k / per_fold), a vec4f for 4 neighbouring columns. joined, for kernels that make two such products,
-// straight from storage: names of functions here and there begin with it, and main is theirs, which calls <joined>product(group,
-// thread), a workgroup's part.
+// times fold_weight(row, col, k / per_fold), a vec4f for 4 neighbouring columns. row_terms, at most 3: finish() returns
+// a vec3f, whose first row_terms numbers are added up along the tile's columns (at most thread_n tile_k of them); it defines
+// finish_rows(row, first_col, term, sums), which gets those of four rows. joined, for kernels that make two such products, straight
+// from storage: names of functions here and there begin with it, and main is theirs, which calls <joined>product(group, thread), a
+// workgroup's part.
+$$ set row_terms = row_terms if row_terms is defined else 0
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
 $$ set seam = ceil_div(depth, tile_k) * tile_k
@@ -27,7 +30,7 @@ $$ if more
 $$ set from_k, to_k = "min(" ~ from_k ~ ", " ~ seam ~ "u)", "select(" ~ to_k ~ ", " ~ end ~ "u, wid.z == " ~ (parts - 1) ~ "u)"
 $$ endif
 $$ else
-$$ set part, from_k, to_k = "", "0u", until if until is defined else end ~ "u"
+$$ set part, from_k, to_k = "", since if since is defined else "0u", until if until is defined else end ~ "u"
 $$ endif
 $$ set eights = lanes and tile_k == 8
 $$ set sums = "s" if per_fold is defined else "c"

@@ -2,7 +2,7 @@
 // thread_m rows; the columns are common to all. {{ lanes }} threads, a subgroup, share the loads of b and broadcast them.
 // Where tile_k is 8, operands come by eights.
 $$ set loads_b = thread_n // lanes
-{$ macro loaded_b(line, k) $}{{ "weigh_b(" ~ line ~ ", " ~ k ~ ", " if b.weighed is defined }}{{ mine }}load_b({{ line }}, {{ k }}){{ ")" if b.weighed is defined }}{$ endmacro $}
+{$ macro loaded_b(line, k) $}{{ "weigh_b(" ~ line ~ ", " ~ k ~ ") * " if b.get("weighed") }}{{ mine }}load_b({{ line }}, {{ k }}){$ endmacro $}
 {$ macro row_at(i) $}{{ "row0 + " ~ i ~ "u" }}{$ endmacro $}
 {$ macro col_at(g) $}{{ "col0 + " ~ 4 * g ~ "u" }}{$ endmacro $}
 
@@ -41,7 +41,8 @@ $$ endif
     for (var k = {{ from_k }}; k < {{ to_k }}; k += {{ tile_k }}u) {
 $$ if a.blocks is defined
 $$ for q in range(gm)
-        let block{{ q }} = {{ "weigh_a_block(row0 + " ~ 4 * q ~ "u, k, " if a.weighed is defined }}load_a_block(row0 + {{ 4 * q }}u, k){{ ")" if a.weighed is defined }};
+        {{ "let factors" ~ q ~ " = weigh_a_block(row0 + " ~ 4 * q ~ "u, k);" if a.get("weighed") }}
+        let block{{ q }} = load_a_block(row0 + {{ 4 * q }}u, k);
 $$ endfor
 $$ elif eights and a.along == "k"
 $$ for i in range(thread_m)
@@ -67,7 +68,7 @@ $$ for h in range(tile_k // 4)
         {
 $$ for i in range(thread_m)
 $$ if a.blocks is defined
-        let a{{ i }} = block{{ i // 4 }}[{{ i % 4 }}];
+        let a{{ i }} = {{ "factors%d[%d] * " % (i // 4, i % 4) if a.get("weighed") }}block{{ i // 4 }}[{{ i % 4 }}];
 $$ elif eights and a.along == "k"
         let a{{ i }} = eight_a{{ i }}[{{ h }}];
 $$ elif eights
@@ -119,8 +120,14 @@ $$ endfor
 {$ include "include/matmul_fold.wgsl" $}
     }
 $$ for i in range(thread_m)
+    {{ "var terms" ~ i ~ " = vec3f();" if row_terms }}
 $$ for g in range(gn)
 {$ include "include/matmul_finish.wgsl" $}
+$$ endfor
+$$ endfor
+$$ for term in range(row_terms)
+$$ for i in range(0, thread_m, 4)
+    finish_rows({{ row_at(i) }}, col0, {{ term }}u, vec4f({$ for j in range(4) $}terms{{ i + j }}[{{ term }}]{{ ", " if j < 3 }}{$ endfor $}));
 $$ endfor
 $$ endfor
 $$ if row_sums

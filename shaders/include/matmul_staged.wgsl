@@ -42,6 +42,8 @@ var<workgroup> tile_a: array<vec4f, {{ tile_k * row_a }}>;
 var<workgroup> tile_b: array<vec4f, {{ tile_k * row_b }}>;
 
 // Staging goes by blocks of 4 lines by 4 k, a's blocks first, then b's.
+$$ set weighed = a.get("weighed") or b.get("weighed")
+$$ set factors = "mat4x4f" if a.get("weighed") == "all" else "vec4f"
 $$ set blocks_a, blocks_b = row_a * quads, row_b * quads
 $$ set fetches = ceil_div(blocks_a + blocks_b, workgroup)
 $$ set even = (blocks_a + blocks_b) % workgroup == 0
@@ -56,20 +58,15 @@ fn place_{{ side }}(block: u32) -> vec2u {
 fn fetch_{{ side }}(block: u32, first: u32, first_k: u32) -> mat4x4f {
     let at = place_{{ side }}(block) * 4u + vec2u(first, first_k);
 $$ if t.blocks is defined
-    return {{ "transpose" if turns and t.weighed is not defined }}(load_{{ side }}_block(at.x, at.y));
+    return {{ "transpose" if turns and not t.get("weighed") }}(load_{{ side }}_block(at.x, at.y));
 $$ else
-    return {{ "transpose" if turns and t.weighed is not defined }}(mat4x4f({$ for j in range(4) $}load_{{ side }}({{ at_line(j, t.along) }}){{ ", " if j < 3 }}{$ endfor $}));
+    return {{ "transpose" if turns and not t.get("weighed") }}(mat4x4f({$ for j in range(4) $}load_{{ side }}({{ at_line(j, t.along) }}){{ ", " if j < 3 }}{$ endfor $}));
 $$ endif
 }
-fn keep_{{ side }}(block: u32, first: u32, first_k: u32, fetched: mat4x4f) {
+fn keep_{{ side }}(block: u32, fetched: mat4x4f{{ ", factors: " ~ factors if weighed }}) {
     let place = place_{{ side }}(block);
-$$ if t.weighed is defined
-    let at = place * 4u + vec2u(first, first_k);
-$$ if t.blocks is defined
-    let values = {{ "transpose" if turns }}(weigh_{{ side }}_block(at.x, at.y, fetched));
-$$ else
-    let values = {{ "transpose" if turns }}(mat4x4f({$ for j in range(4) $}weigh_{{ side }}({{ at_line(j, t.along) }}, fetched[{{ j }}]){{ ", " if j < 3 }}{$ endfor $}));
-$$ endif
+$$ if t.get("weighed")
+    let values = {{ "transpose" if turns }}(mat4x4f({$ for j in range(4) $}factors[{{ j }}] * fetched[{{ j }}]{{ ", " if j < 3 }}{$ endfor $}));
 $$ else
     let values = fetched;
 $$ endif
@@ -93,9 +90,23 @@ $$ if not even
 $$ endif
     return fetch_b(block - {{ blocks_a }}u, col0, k);
 }
-fn keep(block: u32, row0: u32, col0: u32, k: u32, values: mat4x4f) {
-    if (block < {{ blocks_a }}u) { keep_a(block, row0, k, values); } else {{ "" if even else "if (block < " ~ (blocks_a + blocks_b) ~ "u) " }}{ keep_b(block - {{ blocks_a }}u, col0, k, values); }
+fn keep(block: u32, values: mat4x4f{{ ", factors: " ~ factors if weighed }}) {
+    if (block < {{ blocks_a }}u) { keep_a(block, values{{ ", factors" if weighed }}); } else {{ "" if even else "if (block < " ~ (blocks_a + blocks_b) ~ "u) " }}{ keep_b(block - {{ blocks_a }}u, values{{ ", factors" if weighed }}); }
 }
+$$ if weighed
+// What the columns of a fetched block, or all its numbers, are multiplied by. Made while the block is on its way.
+fn weigh(block: u32, row0: u32, col0: u32, k: u32) -> {{ factors }} {
+$$ if a.get("weighed")
+    let at = place_a(block) * 4u + vec2u(row0, k);
+    if (block < {{ blocks_a }}u) { return weigh_a_block(at.x, at.y); }
+    return {{ factors }}();
+$$ else
+    if (block < {{ blocks_a }}u) { return vec4f(); }
+    let at = place_b(block - {{ blocks_a }}u) * 4u + vec2u(col0, k);
+    return vec4f({$ for j in range(4) $}weigh_b(at.x, at.y + {{ j }}u){{ ", " if j < 3 }}{$ endfor $});
+$$ endif
+}
+$$ endif
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
@@ -130,6 +141,7 @@ $$ if row_sums
 $$ endif
 $$ for f in range(fetches)
     var block{{ f }} = {{ "fetch(lane + " ~ f * workgroup ~ "u, row0, col0, " ~ from_k ~ ")" if prefetch else "mat4x4f()" }};
+    {{ "var factors" ~ f ~ " = " ~ ("weigh(lane + " ~ f * workgroup ~ "u, row0, col0, " ~ from_k ~ ")" if prefetch else factors ~ "()") ~ ";" if weighed }}
 $$ endfor
 $$ for groups_m, groups_n in [(range(gm), range(gn))] + ([(range(used_m), range(used_n))] if short else [])
 $$ if short
@@ -140,15 +152,21 @@ $$ if not prefetch
 $$ for f in range(fetches)
         block{{ f }} = fetch(lane + {{ f * workgroup }}u, row0, col0, k);
 $$ endfor
+$$ for f in range(fetches if weighed else 0)
+        factors{{ f }} = weigh(lane + {{ f * workgroup }}u, row0, col0, k);
+$$ endfor
 $$ endif
         workgroupBarrier();  // all have used the tiles before
 $$ for f in range(fetches)
-        keep(lane + {{ f * workgroup }}u, row0, col0, k, block{{ f }});
+        keep(lane + {{ f * workgroup }}u, block{{ f }}{{ ", factors" ~ f if weighed }});
 $$ endfor
         workgroupBarrier();
 $$ if prefetch
 $$ for f in range(fetches)
         block{{ f }} = fetch(lane + {{ f * workgroup }}u, row0, col0, k + {{ tile_k }}u);  // arrives while this round computes
+$$ endfor
+$$ for f in range(fetches if weighed else 0)
+        factors{{ f }} = weigh(lane + {{ f * workgroup }}u, row0, col0, k + {{ tile_k }}u);
 $$ endfor
 $$ endif
 $$ if row_sums
@@ -183,9 +201,22 @@ $$ endif
 $$ endfor
     {{ "}" if short }}
 $$ for i in range(thread_m)
+    {{ "var terms" ~ i ~ " = vec3f();" if row_terms }}
 $$ for g in range(gn)
 {$ include "include/matmul_finish.wgsl" $}
 $$ endfor
+$$ endfor
+$$ for term in range(row_terms)
+    workgroupBarrier();  // tile_b is free now, or has been added up
+$$ for g in range(gm)
+    tile_b[(tm + {{ g * threads_m }}u) * {{ threads_n }}u + tn] = vec4f({$ for j in range(4) $}terms{{ 4 * g + j }}[{{ term }}]{{ ", " if j < 3 }}{$ endfor $});
+$$ endfor
+    workgroupBarrier();
+    if (lane < {{ tile_m // 4 }}u) {
+        var total = vec4f();
+        for (var n = 0u; n < {{ threads_n }}u; n++) { total += tile_b[lane * {{ threads_n }}u + n]; }
+        finish_rows(row0 + lane * 4u, col0, {{ term }}u, total);
+    }
 $$ endfor
 $$ if row_sums
     if (sums_rows) {

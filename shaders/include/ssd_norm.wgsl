@@ -5,8 +5,11 @@
 
 // y with its skip
 fn whole_y(row: u32, c: u32) -> pack {
-    let head = row * n_heads + c / {{ d_inner // n_heads // width }}u;
-    return y[row * {{ d_inner // width }}u + c] + skip[head] * xBC[row * {{ d_xBC // width }}u + c];
+    let head = c / {{ d_inner // n_heads // width }}u;
+    let t = row % {{ seqlen }}u;
+    let own = (row / {{ seqlen }}u * {{ chunks }}u + t / {{ chunk }}u) * n_heads + head;
+    let skip = sums[own * {{ of_step * chunk }}u + t % {{ chunk }}u];
+    return y[row * {{ d_inner // width }}u + c] + skip * xBC[row * {{ d_xBC // width }}u + c];
 }
 
 fn z_at(row: u32, c: u32) -> pack {

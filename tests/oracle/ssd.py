@@ -3,6 +3,7 @@ import numpy as np
 from . import case, oracle, uniform
 
 LOG2_E = np.log2(np.e)
+HEAD_BLOCK = 64  # columns of a head whose sums are kept apart
 
 
 def softplus(x):
@@ -37,7 +38,7 @@ def dims(batch=2, seqlen=9, n_heads=4, head_dim=5, d_state=6, n_groups=2, chunk=
         "d_states": d_state,
         "d_heads": head_dim,
         "blocks": -(-d_state * head_dim // width // 64),
-        "three": 3,
+        "of_step": 1 + 3 * -(-head_dim // HEAD_BLOCK),
         **more,
     }
 
@@ -108,6 +109,13 @@ class Chunks:
     def rows(self, steps):
         """(batch, chunks, chunk, n_heads, head_dim) -> (batch, seqlen, d_inner)"""
         return from_chunks(steps.reshape(*steps.shape[:3], -1), self.seqlen)
+
+
+def without(states, chunk):
+    """The states with those of a chunk zero: a kernel may not read these."""
+    states = states.copy()
+    states[:, chunk] = 0
+    return states
 
 
 def by_head(scores, n_heads):
@@ -239,63 +247,95 @@ def ssd_combine(dt_cum, starts, last, initial, states, state, dots, reverse):
         carry = decay[:, k, :, None, None] * carry + states[:, k]
     if state is not None:
         result["state"] = carry
+    elif initial is None:
+        result["states"][:, chunks - 1 if reverse else 0] = np.nan
     return result
 
 
-def output_case(base, leave_out=(), choices=None):
-    """Forward: the columns of y; in reverse (dy is bound) the first ones of dxBC."""
-    reverse = "dy" not in leave_out
+def output_case(base, reverse=False, leave_out=(), choices=None, **options):
+    """Forward: the columns of y; in reverse the first ones of dxBC."""
     stride = base["d_xBC"] if reverse else base["d_inner"]
-    unbound = (*leave_out, *(("D", "skip") if reverse else ()))
-    return case(**base, out_stride=stride, leave_out=unbound, choices=choices)
+    options["leave_out"] = (*leave_out, *(("D",) if reverse else ("dy", "y")))
+    return case(**base, out_stride=stride, reverse=reverse, choices=choices, **options)
+
+
+# A chunk, and steps that fill one and a part of the next
+LONG = dims(seqlen=300, chunk=256, head_dim=4, n_heads=1, n_groups=1, batch=1)
 
 
 @oracle(
-    output_case(dims(), leave_out=("dy",)),
-    output_case(dims(planes=3)),
-    output_case(PACKED, leave_out=("dy",)),
+    output_case(dims()),
+    output_case(dims(planes=3), reverse=True),
+    output_case(PACKED),
     output_case({**PACKED, "planes": 3}),
-    output_case({**PACKED, "planes": 3}, leave_out=("dy",)),
-    output_case(dims(seqlen=3), leave_out=("dy", "states")),
+    output_case({**PACKED, "planes": 3}, reverse=True),
+    output_case(PACKED, begins_zero=True),
+    output_case(dims(), reverse=True, begins_zero=True),
     output_case(dims(seqlen=3), leave_out=("states",)),
+    output_case(dims(seqlen=3), reverse=True, leave_out=("states",)),
+    output_case(dims(seqlen=130, chunk=128, head_dim=68, n_heads=2), choices=tile(128, 64, 1)),
+    output_case(dims(seqlen=20, chunk=16, head_dim=130, n_heads=2), reverse=True),
     output_case(
-        dims(seqlen=130, chunk=128, head_dim=68, n_heads=2),
-        leave_out=("dy",),
+        dims(seqlen=130, chunk=128, head_dim=68, d_state=8, n_heads=2),
+        reverse=True,
         choices=tile(128, 64, 1),
     ),
-    output_case(dims(seqlen=300, chunk=256, head_dim=4, n_heads=1, n_groups=1, batch=1)),
-    output_case(
-        dims(seqlen=300, chunk=256, head_dim=4, n_heads=1, n_groups=1, batch=1),
-        leave_out=("dy",),
-    ),
+    output_case(LONG),
+    output_case(LONG, reverse=True),
     draw=DRAW,
 )
-def ssd_output(xBC, dt_cum, scores, states, D, dy, out, skip, d_state, head_dim):
+def ssd_output(
+    xBC,
+    dt_cum,
+    scores,
+    states,
+    D,
+    dy,
+    y,
+    out,
+    sums,
+    d_state,
+    head_dim,
+    head_block,
+    reverse,
+    begins_zero,
+):
+    if begins_zero:
+        states = without(states, -1 if reverse else 0)
     n_heads, n_groups = dt_cum.shape[2], scores.shape[2]
     c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
     scores = by_head(scores, n_heads)
-    if dy is None:
+    own = np.einsum("bchtt->bcht", scores)
+    left = np.full(sums.shape, np.nan)
+    if not reverse:
         weights = scores * c.strictly * c.delta[..., None, :]
-        result = np.einsum("bchts,bcshp->bcthp", weights, c.x)
-        carried, vectors = c.left_of_start, c.C
-    else:
-        result = np.einsum("bchts,bchts,bcthp->bcshp", scores, c.strictly, c.dy)
-        carried, vectors = c.left_at_end, c.B
+        y = np.einsum("bchts,bcshp->bcthp", weights, c.x)
+        if states is not None:
+            y += np.einsum("bcht,bcthn,bchnp->bcthp", c.left_of_start, c.C, states)
+        left[..., 0, :] = own * c.delta + D[:, None]
+        t = np.arange(left.shape[1] * left.shape[-1]).reshape(-1, 1, left.shape[-1])
+        left[..., 0, :][:, np.broadcast_to(t >= c.seqlen, left.shape[1:3] + t.shape[-1:])] = np.nan
+        return {"out": c.rows(y), "sums": left}
+    du = np.einsum("bchts,bchts,bcthp->bcshp", scores, c.strictly, c.dy)
     if states is not None:
-        result += np.einsum("bcht,bcthn,bchnp->bcthp", carried, vectors, states)
-    rows = c.rows(result)
-    if dy is not None:
-        left = np.full(out.shape, np.nan)
-        left[..., : rows.shape[-1]] = rows
-        return {"out": left}
-    own = np.einsum("bchtt,bcht->bcth", scores, c.delta)
-    return {"out": rows, "skip": from_chunks(own, c.seqlen) + D}
+        du += np.einsum("bcht,bcthn,bchnp->bcthp", c.left_at_end, c.B, states)
+    y = into_chunks(y, dt_cum.shape[-1]).reshape(c.x.shape) * c.inside
+    skip, delta, own = (np.moveaxis(v, -1, 2)[..., None] for v in (sums[..., 0, :], c.delta, own))
+    rows = np.full(out.shape, np.nan)
+    rows[..., : n_heads * head_dim] = c.rows(delta * du + skip * c.dy)
+    terms = (c.dy * y - delta * c.x * du, c.x * (du + own * c.dy), c.x * c.dy)
+    for first in range(0, head_dim, head_block):
+        for i, term in enumerate(terms):
+            total = (term * c.inside)[..., first : first + head_block].sum(-1)
+            left[..., 1 + first // head_block * 3 + i, :] = np.moveaxis(total, 2, -1)
+    return {"out": rows, "sums": left}
 
 
-def gated(y, xBC, zxbcdt, skip, eps, norm_groups):
+def gated(y, xBC, zxbcdt, sums, eps, norm_groups):
     """y with its skip, z, y silu(z), and by group its inverse root mean square."""
     batch, seqlen, d_inner = y.shape
     x, z = xBC[..., :d_inner], zxbcdt[..., :d_inner]
+    skip = from_chunks(np.moveaxis(sums[..., 0, :], -1, 2), seqlen)
     y = y + np.repeat(skip, d_inner // skip.shape[-1], -1) * x
     a = y * z * sigmoid(z)
     grouped = a.reshape(batch, seqlen, norm_groups, -1)
@@ -308,8 +348,8 @@ def gated(y, xBC, zxbcdt, skip, eps, norm_groups):
     case(**PACKED, eps=1e-5),
     case(**dims(n_heads=3, norm_groups=3, head_dim=130), eps=1e-5),
 )
-def ssd_norm_forward(y, xBC, zxbcdt, skip, weight, eps, norm_groups):
-    _, _, a, inv = gated(y, xBC, zxbcdt, skip, eps, norm_groups)
+def ssd_norm_forward(y, xBC, zxbcdt, sums, weight, eps, norm_groups):
+    _, _, a, inv = gated(y, xBC, zxbcdt, sums, eps, norm_groups)
     return {"out": weight * a * inv}
 
 
@@ -333,10 +373,10 @@ def ssd_norm_forward(y, xBC, zxbcdt, skip, weight, eps, norm_groups):
     case(**PACKED, eps=1e-5, rows_per_group=16, leave_out=("weight_partials",)),
 )
 def ssd_norm_backward(
-    y, xBC, zxbcdt, skip, weight, dout, dzxbcdt, weight_partials, eps, norm_groups, rows_per_group
+    y, xBC, zxbcdt, sums, weight, dout, dzxbcdt, weight_partials, eps, norm_groups, rows_per_group
 ):
     batch, seqlen, d_inner = y.shape
-    y, z, a, inv = gated(y, xBC, zxbcdt, skip, eps, norm_groups)
+    y, z, a, inv = gated(y, xBC, zxbcdt, sums, eps, norm_groups)
     products = (weight * dout * a).reshape(batch, seqlen, norm_groups, -1)
     mean = np.repeat(products.mean(-1), d_inner // norm_groups, -1)
     da = inv * (weight * dout - a * inv**2 * mean)
@@ -369,18 +409,21 @@ def ssd_backward_scores(xBC, dt_cum, dy, dscores, d_state, head_dim):
     return {"dscores": np.moveaxis(terms, 3, 0)}
 
 
-def bc_case(base, leave_out=(), choices=None):
+def bc_case(base, leave_out=(), choices=None, **options):
     """In shares: all columns of a tensor of their own; else the last ones of dxBC."""
+    stride, start = base["d_xBC"], base["d_inner"]
     if base["shares"] > 1:
-        own = 2 * base["n_groups"] * base["d_state"]
-        return case(**base, out_stride=own, out_start=0, leave_out=leave_out, choices=choices)
-    return case(**base, out_stride=base["d_xBC"], out_start=base["d_inner"], leave_out=leave_out)
+        stride, start = 2 * base["n_groups"] * base["d_state"], 0
+    options["leave_out"], options["choices"] = leave_out, choices
+    return case(**base, out_stride=stride, out_start=start, **options)
 
 
 @oracle(
     bc_case(dims()),
     bc_case(dims(planes=3, head_dim=18, n_heads=6, n_groups=1, splits=3, shares=3)),
     bc_case({**PACKED, "planes": 3, "splits": 2, "shares": 2}),
+    bc_case(PACKED, begins_zero=True),
+    bc_case(dims(), begins_zero=True, ends_zero=True),
     bc_case(dims(seqlen=40, chunk=20, d_state=140, shares=2), choices=tile(128, 128, 1)),
     bc_case(dims(seqlen=3), leave_out=("states", "dstates")),
     bc_case(dims(seqlen=12, chunk=12, shares=2), leave_out=("states", "dstates")),
@@ -394,7 +437,24 @@ def bc_case(base, leave_out=(), choices=None):
         ),
     },
 )
-def ssd_backward_bc(xBC, dt_cum, dy, dscores, states, dstates, out, d_state, head_dim, out_start):
+def ssd_backward_bc(
+    xBC,
+    dt_cum,
+    dy,
+    dscores,
+    states,
+    dstates,
+    out,
+    d_state,
+    head_dim,
+    out_start,
+    begins_zero,
+    ends_zero,
+):
+    if begins_zero:
+        states = without(states, 0)
+    if ends_zero:
+        dstates = without(dstates, -1)
     n_groups, shares, chunk = dscores.shape[3], len(out), dscores.shape[-1]
     c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
     dscores = dscores.sum(0)
@@ -426,28 +486,12 @@ def ssd_backward_bc_sum(partials, dxBC):
     return {"dxBC": left}
 
 
-@oracle(case(**dims()), case(**{**PACKED, "planes": 3}), draw=DRAW)
-def ssd_backward_rows(y, dy, xBC, dt_cum, skip, scores, dxBC, d_state, head_dim):
-    n_heads, n_groups, chunk = dt_cum.shape[2], scores.shape[2], dt_cum.shape[-1]
-    d_inner = n_heads * head_dim
-    c = Chunks(xBC, dt_cum, d_state, head_dim, n_groups, dy)
-    y, du = (into_chunks(v, chunk).reshape(c.x.shape) for v in (y, dxBC[..., :d_inner]))
-    skip, delta = into_chunks(skip, chunk), np.moveaxis(c.delta, -1, 2)
-    own = np.einsum("bchtt->bcth", by_head(scores, n_heads))
-    dx = delta[..., None] * du + skip[..., None] * c.dy
-    left = np.full(dxBC.shape, np.nan)
-    left[..., :d_inner] = c.rows(dx)
-    dy_y, x_du, x_dy = (v.sum(-1) for v in (c.dy * y, c.x * du, c.x * c.dy))
-    sums = np.stack([dy_y - delta * x_du, x_du + own * x_dy, x_dy], 2)
-    return {"dxBC": left, "sums": np.moveaxis(sums, -1, 2)}
-
-
 DT = {"parts": 6, "A_log_stride": 64, "D_stride": 64, "dt_bias_stride": 64}
 
 
 @oracle(
     case(**dims(), **DT),
-    case(**dims(planes=3), **{**DT, "parts": 6}, limit=(0.3, 0.7)),
+    case(**dims(planes=3, head_dim=130), **{**DT, "parts": 6}, limit=(0.3, 0.7)),
     case(
         **PACKED,
         parts=3,
@@ -461,7 +505,8 @@ def ssd_backward_dt(
 ):
     seqlen = dzxbcdt.shape[1]
     delta, A = dt_cum[..., 0, :], -np.exp(A_log)[:, None]
-    dcum, ddelta, x_dy = np.moveaxis(sums, 3, 0)
+    blocks = sums[..., 1:, :].reshape(*sums.shape[:3], -1, 3, sums.shape[-1])
+    dcum, ddelta, x_dy = np.moveaxis(blocks.sum(3), 3, 0)
     carried = 0 if dots is None else dots.sum(-1)[..., None]
     G = carried + np.cumsum(dcum[..., ::-1], -1)[..., ::-1]
     slope = -np.expm1(-delta) * (delta > limit[0]) * (delta < limit[1])

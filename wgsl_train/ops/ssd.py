@@ -39,6 +39,7 @@ from .sum_partials import partial
 # Steps of a chunk, by kind of adapter: long ones cost more products inside, short ones more states
 CHUNK = {"portable": 64, "cpu": 64, "discrete": 128}
 MAX_CHUNK = 1024
+HEAD_BLOCK = 64  # columns of a head whose sums of a step are one workgroup's, in ssd_output
 MAX_STATE = 1024
 # Workgroups that a product over all heads of a group should have, by kind of adapter
 WORKGROUPS = {"portable": 64, "cpu": 1, "discrete": 256}
@@ -91,6 +92,8 @@ def _choose(
             widest = 8 if target.lanes != 8 else 16 if fold else 32
             widths = [width for width in (32, 24, 16, 8) if width <= widest]
             width = min(widths, key=lambda width: round_up(v[n], width))
+            if v.get("reverse"):
+                width = min(round_up(v[n], 8), HEAD_BLOCK)
             return direct(4, width, lanes=8 if target.lanes == 8 else 1)
         units = _UNITS.get(target.kind, _UNITS["portable"])
 
@@ -102,16 +105,28 @@ def _choose(
             speed = tile.triangle if triangle else tile.speed
             return waves * tile.at_once * tile_m * tile_n / speed
 
-        tiles = [tile for tile in _TILES if not fold or tile.size[3] * tile.size[4] == 16]
+        tiles = [
+            tile
+            for tile in _TILES
+            if (not fold or tile.size[3] * tile.size[4] == 16) and _whole_rows(tile.size[1], v)
+        ]
         return staged(*min(tiles, key=work).size, single=int(single))
 
     return choose
 
 
+def _whole_rows(tile_n: int, v: Values) -> bool:
+    """Whether a workgroup with so many columns has all that one sums, in ssd_output's reverse."""
+    if not v.get("reverse"):
+        return True
+    return tile_n == HEAD_BLOCK or bool(tile_n >= v["head_dim"] < HEAD_BLOCK)
+
+
 def _alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
     if target.kind == "cpu":
         lanes = 8 if target.lanes == 8 else 1
-        return [direct(m, n, lanes=lanes) for m in (4, 8) for n in (8, 16, 32)]
+        widths = [width for width in (8, 16, 32, 64) if _whole_rows(width, v)]
+        return [direct(m, n, lanes=lanes) for m in (4, 8) for n in widths]
     tiles = [tile.size for tile in _TILES]
     tiles += [(64, 64, 16, 8, 8), (128, 64, 16, 8, 4)]
     return [
@@ -121,6 +136,7 @@ def _alternatives(target: Target, v: Values) -> list[dict[str, Any]]:
         for prefetch in (0, 1)
         for single in (0, 1)
         if 4 * tile_k * (m + n) <= 16384
+        if _whole_rows(n, v) and (m <= thread_n * tile_k or not v.get("reverse"))
     ]
 
 
@@ -147,6 +163,7 @@ def _vec4(*always: str, **packed: tuple[str, ...]) -> Callable[[Values], list[st
 _DT_CUM = "batch chunks n_heads planes chunk"
 _STATES = "batch chunks n_heads d_state head_dim"
 _STATE = "batch n_heads d_state head_dim"
+_SUMS = "batch chunks n_heads of_step chunk"
 _XBC = ("d_xBC", "d_state", "head_dim")
 
 
@@ -248,9 +265,17 @@ OUTPUT = Kernel(
         "states?": "batch chunks n_heads d_states d_heads",
         "D?": "n_heads",
         "dy?": "batch seqlen d_inner",
+        "y?": "batch seqlen d_inner",
     },
-    writes={"out": "batch seqlen out_stride", "skip?": "batch seqlen n_heads"},
-    options={"d_state": 1, "head_dim": 1},
+    writes={"out": "batch seqlen out_stride", "sums": _SUMS},
+    # begins_zero: nothing is carried in, from the side that the scan comes from
+    options={
+        "d_state": 1,
+        "head_dim": 1,
+        "head_block": HEAD_BLOCK,
+        "reverse": False,
+        "begins_zero": False,
+    },
     choose=_choose(_chunk_heads, "chunk", "head_dim", triangle=True),
     alternatives=_alternatives,
     grid=_products(_chunk_heads, "chunk", "head_dim"),
@@ -259,8 +284,9 @@ OUTPUT = Kernel(
         "scores",
         xBC=_XBC,
         states=("head_dim",),
-        dy=("head_dim",),
-        out=("head_dim", "out_stride"),
+        dy=_XBC,
+        y=_XBC,
+        out=(*_XBC, "out_stride"),
     ),
     flops=lambda v: (
         2 * _chunk_heads(v) * v["chunk"] * v["head_dim"] * (v["d_state"] + v["chunk"] // 2)
@@ -299,7 +325,7 @@ NORM_FORWARD = Kernel(
         "y": "batch seqlen d_inner",
         "xBC": "batch seqlen d_xBC",
         "zxbcdt": "batch seqlen d_proj",
-        "skip": "batch seqlen n_heads",
+        "sums": _SUMS,
         "weight": "d_inner",
     },
     writes={"out": "batch seqlen d_inner"},
@@ -325,7 +351,7 @@ NORM_BACKWARD = Kernel(
         "y": "batch seqlen d_inner",
         "xBC": "batch seqlen d_xBC",
         "zxbcdt": "batch seqlen d_proj",
-        "skip": "batch seqlen n_heads",
+        "sums": _SUMS,
         "weight": "d_inner",
     },
     writes={
@@ -384,7 +410,13 @@ BACKWARD_BC = Kernel(
         "dstates?": "batch chunks n_heads d_states d_heads",
     },
     writes={"out": "shares batch seqlen out_stride"},
-    options={"d_state": 1, "head_dim": 1, "out_start": 0},
+    options={
+        "d_state": 1,
+        "head_dim": 1,
+        "out_start": 0,
+        "begins_zero": False,  # no state is carried in
+        "ends_zero": False,  # no gradient of the last state
+    },
     choose=_choose(_sides, "chunk", "d_state", single=True),
     alternatives=_alternatives,
     grid=_products(_sides, "chunk", "d_state"),
@@ -412,34 +444,10 @@ BACKWARD_BC_SUM = Kernel(
     traffic=lambda v: 4 * v["batch"] * v["seqlen"] * v["columns"] * (v["shares"] + 1),
 )
 
-BACKWARD_ROWS = Kernel(
-    "ssd_backward_rows",
-    reads={
-        "y": "batch seqlen d_inner",
-        "dy": "batch seqlen d_inner",
-        "xBC": "batch seqlen d_xBC",
-        "dt_cum": _DT_CUM,
-        "skip": "batch seqlen n_heads",
-        "scores": "batch chunks n_groups chunk chunk",
-    },
-    writes={"dxBC": "batch seqlen d_xBC", "sums": "batch chunks n_heads three chunk"},
-    options={"d_state": 1, "head_dim": 1},
-    choose=by_kind({"workgroup": 256, "lanes": 8}, cpu={"workgroup": 64, "lanes": 1}),
-    alternatives=lambda target, v: [
-        {"workgroup": workgroup, "lanes": lanes} for workgroup in (64, 256) for lanes in (4, 8, 16)
-    ],
-    grid=lambda v: spread(ceil_div(_chunk_heads(v) * v["chunk"], v["workgroup"] // v["lanes"])),
-    vec4=lambda v: (
-        "dt_cum",
-        *(("y", "dy", "xBC", "dxBC") if _packed(v, "head_dim") else ()),
-    ),
-    traffic=lambda v: 20 * v["batch"] * v["seqlen"] * v["d_inner"],
-)
-
 BACKWARD_DT = Kernel(
     "ssd_backward_dt",
     reads={
-        "sums": "batch chunks n_heads three chunk",
+        "sums": _SUMS,
         "dt_cum": _DT_CUM,
         "A_log": "n_heads",
         "dots?": "batch chunks n_heads blocks",
@@ -553,7 +561,9 @@ def ssd(
             state=state and state.final,
         )
     y = plan.tensor(f"{name}.y", (batch, seqlen, d_inner))
-    skips = plan.tensor(f"{name}.skip", (batch, seqlen, n_heads))
+    # of each step: its skip, and what the backward pass sums over blocks of a head's columns
+    of_step = 1 + 3 * ceil_div(head_dim, HEAD_BLOCK)
+    sums = plan.tensor(f"{name}.sums", (batch, chunks, n_heads, of_step, chunk))
     plan.dispatch(
         OUTPUT,
         xBC=xBC,
@@ -562,11 +572,12 @@ def ssd(
         states=states,
         D=D,
         out=y,
-        skip=skips,
+        sums=sums,
+        begins_zero=state is None,
         **sizes,
     )
     out = plan.tensor(name, (batch, seqlen, d_inner))
-    gated = {"y": y, "xBC": xBC, "zxbcdt": zxbcdt, "skip": skips, "weight": norm_weight}
+    gated = {"y": y, "xBC": xBC, "zxbcdt": zxbcdt, "sums": sums, "weight": norm_weight}
     plan.dispatch(NORM_FORWARD, **gated, out=out, **norm)
 
     def backward() -> None:
@@ -585,9 +596,9 @@ def ssd(
         )
         given = {"xBC": xBC, "dt_cum": dt_cum, "dy": dy}
         dstates = dots = None
+        chained = state if state and state.dinitial else None
         if states:
             dstates = plan.tensor(f"{name}.dstates", state_shape)
-            chained = state if state and state.dinitial else None
             if chunks > 1 or chained:  # else nothing reaches the end of the only chunk
                 skip = "" if chained else "first"
                 plan.dispatch(STATES, **given, states=dstates, n_groups=n_groups, skip=skip)
@@ -603,7 +614,18 @@ def ssd(
                 dots=dots,
                 reverse=True,
             )
-        plan.dispatch(OUTPUT, **given, scores=scores, states=dstates, out=dxBC, **sizes)
+        plan.dispatch(
+            OUTPUT,
+            **given,
+            scores=scores,
+            states=dstates,
+            y=y,
+            out=dxBC,
+            sums=sums,
+            reverse=True,
+            begins_zero=chained is None,
+            **sizes,
+        )
         # the heads of a group are dealt out where there are few products
         wanted = WORKGROUPS.get(kind, WORKGROUPS["portable"])
         splits = divisor(n_heads // n_groups, ceil_div(wanted, 2 * batch * chunks * n_groups))
@@ -622,14 +644,12 @@ def ssd(
             dstates=dstates,
             out=out_bc,
             out_start=out_start,
+            begins_zero=state is None,
+            ends_zero=chained is None,
             **sizes,
         )
         if splits > 1:
             plan.dispatch(BACKWARD_BC_SUM, partials=out_bc, dxBC=dxBC)
-        sums = plan.tensor(f"{name}.sums", (batch, chunks, n_heads, 3, chunk))
-        plan.dispatch(
-            BACKWARD_ROWS, y=y, **given, skip=skips, scores=scores, dxBC=dxBC, sums=sums, **sizes
-        )
         partials = {
             f"{of}_partials": grad and partial(plan, grad, batch * chunks)
             for of, grad in (
