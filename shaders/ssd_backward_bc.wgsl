@@ -6,6 +6,7 @@ $$ set part_steps = ceil_div(own_steps, tile_k) * tile_k
 $$ set per_head = ceil_div(head_dim, tile_k) * tile_k
 $$ set part_heads = n_heads // (n_groups * shares)
 $$ set depth = part_steps + (part_heads * per_head if "states" in bound else 0)
+$$ set fresh = true
 $$ set lines_m, lines_n, more, row_sums = chunk, d_state, none, false
 $$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": "columns"}, {"along": "k", "own": true}
 $$ set products = 2 * batch * chunks * n_groups * shares
@@ -70,6 +71,10 @@ $$ if "states" in bound
     }
 $$ endif
     return vec4f(1.0);
+}
+
+fn fresh(k: u32) -> bool {
+    return k == 0u || (k >= {{ part_steps }}u && (k - {{ part_steps }}u) % {{ per_head }}u == 0u);
 }
 
 fn load_b(n: u32, k: u32) -> vec4f {

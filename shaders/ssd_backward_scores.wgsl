@@ -6,7 +6,7 @@ $$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, per_part * per_fo
 // A tile above the diagonal has nothing to sum.
 $$ set until = "select(" ~ depth ~ "u, 0u, tile.y * " ~ tile_n ~ "u > tile.x * " ~ tile_m ~ "u + " ~ (tile_m - 1) ~ "u)"
 $$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
-$$ set needs = true
+$$ set needs, mixed = true, true
 $$ set products = batch * chunks * n_groups * splits
 $$ set out_type = "vec4f"
 {$ include "include/ssd.wgsl" $}

@@ -31,11 +31,12 @@ $$ endif
 
 fn weigh_b(p: u32, step: u32) -> f32 {
     let t = min(step, chunk - 1u);
-$$ if reverse
-    return left_of_start(own_dt, t);
-$$ else
-    return left_at_end(own_dt, t) * delta_at(own_dt, t);
-$$ endif
+    return {{ "left_of_start(own_dt, t)" if reverse else "left_at_end(own_dt, t) * delta_at(own_dt, t)" }};
+}
+
+fn weigh_b_four(p: u32, step: u32) -> vec4f {
+    let t = min(step, chunk - 4u);
+    return {{ "left_of_start_four(own_dt, t)" if reverse else "left_at_end_four(own_dt, t) * delta_four(own_dt, t)" }};
 }
 
 {$ include "include/matmul.wgsl" $}

@@ -119,12 +119,7 @@ $$ endif
 $$ endfor
 {$ include "include/matmul_fold.wgsl" $}
     }
-$$ for i in range(thread_m)
-    {{ "var terms" ~ i ~ " = vec3f();" if row_terms }}
-$$ for g in range(gn)
 {$ include "include/matmul_finish.wgsl" $}
-$$ endfor
-$$ endfor
 $$ for term in range(row_terms)
 $$ for i in range(0, thread_m, 4)
     finish_rows({{ row_at(i) }}, col0, {{ term }}u, vec4f({$ for j in range(4) $}terms{{ i + j }}[{{ term }}]{{ ", " if j < 3 }}{$ endfor $}));

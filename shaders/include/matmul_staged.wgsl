@@ -103,7 +103,7 @@ $$ if a.get("weighed")
 $$ else
     if (block < {{ blocks_a }}u) { return vec4f(); }
     let at = place_b(block - {{ blocks_a }}u) * 4u + vec2u(col0, k);
-    return vec4f({$ for j in range(4) $}weigh_b(at.x, at.y + {{ j }}u){{ ", " if j < 3 }}{$ endfor $});
+    return weigh_b_four(at.x, at.y);
 $$ endif
 }
 $$ endif
@@ -153,7 +153,7 @@ $$ for f in range(fetches)
         block{{ f }} = fetch(lane + {{ f * workgroup }}u, row0, col0, k);
 $$ endfor
 $$ for f in range(fetches if weighed else 0)
-        factors{{ f }} = weigh(lane + {{ f * workgroup }}u, row0, col0, k);
+        {{ "if (fresh(k)) " if fresh is defined }}{ factors{{ f }} = weigh(lane + {{ f * workgroup }}u, row0, col0, k); }
 $$ endfor
 $$ endif
         workgroupBarrier();  // all have used the tiles before
@@ -166,7 +166,7 @@ $$ for f in range(fetches)
         block{{ f }} = fetch(lane + {{ f * workgroup }}u, row0, col0, k + {{ tile_k }}u);  // arrives while this round computes
 $$ endfor
 $$ for f in range(fetches if weighed else 0)
-        factors{{ f }} = weigh(lane + {{ f * workgroup }}u, row0, col0, k + {{ tile_k }}u);
+        {{ "if (fresh(k + %du)) " % tile_k if fresh is defined }}{ factors{{ f }} = weigh(lane + {{ f * workgroup }}u, row0, col0, k + {{ tile_k }}u); }
 $$ endfor
 $$ endif
 $$ if row_sums
@@ -200,12 +200,7 @@ $$ endif
     }
 $$ endfor
     {{ "}" if short }}
-$$ for i in range(thread_m)
-    {{ "var terms" ~ i ~ " = vec3f();" if row_terms }}
-$$ for g in range(gn)
 {$ include "include/matmul_finish.wgsl" $}
-$$ endfor
-$$ endfor
 $$ for term in range(row_terms)
     workgroupBarrier();  // tile_b is free now, or has been added up
 $$ for g in range(gm)

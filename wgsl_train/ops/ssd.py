@@ -78,13 +78,13 @@ def _choose(
     n: str,
     fold: bool = False,
     triangle: bool = False,
-    single: bool = False,
+    prefetch: bool = False,
 ) -> Callable[[Target, Values], dict[str, Any]]:
     """Tuning choices for `count` products (m, n): the tile that takes the least time.
 
     fold       a thread holds two tiles of sums, for which more than 4 x 4 are too many
     triangle   tiles leave out what lies above the diagonal
-    single     as `staged` has it
+    prefetch   as `staged` has it
     """
 
     def choose(target: Target, v: Values) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _choose(
             for tile in _TILES
             if (not fold or tile.size[3] * tile.size[4] == 16) and _whole_rows(tile.size[1], v)
         ]
-        return staged(*min(tiles, key=work).size, single=int(single))
+        return staged(*min(tiles, key=work).size, prefetch=int(prefetch))
 
     return choose
 
@@ -417,7 +417,7 @@ BACKWARD_BC = Kernel(
         "begins_zero": False,  # no state is carried in
         "ends_zero": False,  # no gradient of the last state
     },
-    choose=_choose(_sides, "chunk", "d_state", single=True),
+    choose=_choose(_sides, "chunk", "d_state", prefetch=True),
     alternatives=_alternatives,
     grid=_products(_sides, "chunk", "d_state"),
     vec4=_vec4(
