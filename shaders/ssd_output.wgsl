@@ -98,19 +98,16 @@ fn sums_index(t: u32) -> u32 {
 $$ if reverse
 {$ include "include/pack.wgsl" $}
 
-// What finish() needs of a step: delta, skip, scores[t, t].
-fn hold(t: u32) -> vec3f {
-    return vec3f(delta_at(own_dt, t), sums[sums_index(t)], scores[score_index(t, t) / 4u][t % 4u]);
-}
-
-fn finish(t: u32, p: u32, du: pack, held: vec3f) -> vec3f {
+fn finish(t: u32, p: u32, du: pack) -> vec3f {
     if (!inside(t) || p >= {{ head_dim }}u) { return vec3f(); }
     let i = (row_of(t) * {{ d_inner }}u + own_head * {{ head_dim }}u + p) / {{ width }}u;
     let j = (row_of(t) * d_xBC + own_head * {{ head_dim }}u + p) / {{ width }}u;
     let x = xBC[j];
     let d = dy[i];
-    out[j] = held.x * du + held.y * d;
-    return vec3f(fold(d * y[i] - held.x * x * du), fold(x * (du + held.z * d)), fold(x * d));
+    let delta = delta_at(own_dt, t);
+    let score = scores[score_index(t, t) / 4u][t % 4u];
+    out[j] = delta * du + sums[sums_index(t)] * d;
+    return vec3f(fold(d * y[i] - delta * x * du), fold(x * (du + score * d)), fold(x * d));
 }
 
 fn finish_rows(t: u32, p: u32, term: u32, total: vec4f) {

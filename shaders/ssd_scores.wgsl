@@ -1,7 +1,10 @@
-// scores[t, s] = sum over d_state of C[t] B[s], for the steps of a chunk and each group
+// scores[t, s] = sum over d_state of C[t] B[s], for the steps s <= t of a chunk and each group; 0 for the others
 $$ set n_heads, planes, strict = n_groups, 2, false
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, d_state, none, false
 $$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
+// A tile above the diagonal has nothing to sum.
+$$ set until = "select(" ~ depth ~ "u, 0u, tile.y * " ~ tile_n ~ "u > tile.x * " ~ tile_m ~ "u + " ~ (tile_m - 1) ~ "u)"
+$$ set mixed = true
 $$ set products = batch * chunks * n_groups
 $$ set out_type = "vec4f"
 {$ include "include/ssd.wgsl" $}
@@ -25,5 +28,6 @@ fn load_b(s: u32, n: u32) -> vec4f {
 
 fn finish(t: u32, s: u32, sum: vec4f) {
     if (t >= chunk || s >= chunk) { return; }
-    scores[((((own_sequence * chunks + own_chunk) * n_groups + own_group) * chunk + t) * chunk + s) / 4u] = sum;
+    scores[((((own_sequence * chunks + own_chunk) * n_groups + own_group) * chunk + t) * chunk + s) / 4u] =
+        select(vec4f(), sum, vec4u(s, s + 1u, s + 2u, s + 3u) <= vec4u(t));
 }

@@ -16,10 +16,9 @@
 // begin(product, first_row), which is called first; mixed: neighbouring workgroups make the same tile of different products. A GPU
 // deals workgroups out in turn; if tiles differ in work, and their number divides its multiprocessors', some would get all the heavy
 // ones. per_fold, a multiple of tile_k: every so many k the sums so far are put aside,
-// times fold_weight(row, col, k / per_fold), a vec4f for 4 neighbouring columns. row_terms, at most 3: it defines
-// hold(row), a vec3f, called for all rows before any result is stored, which finish() gets too; finish() returns a vec3f, whose first
-// row_terms numbers are added up along the tile's columns (at most thread_n tile_k of them); finish_rows(row, first_col, term, sums)
-// gets those of four rows. joined, for kernels that make two such products, straight
+// times fold_weight(row, col, k / per_fold), a vec4f for 4 neighbouring columns. row_terms, at most 3: finish() returns
+// a vec3f, whose first row_terms numbers are added up along the tile's columns (at most thread_n tile_k of them); it defines
+// finish_rows(row, first_col, term, sums), which gets those of four rows. joined, for kernels that make two such products, straight
 // from storage: names of functions here and there begin with it, and main is theirs, which calls <joined>product(group, thread), a
 // workgroup's part.
 $$ set row_terms = row_terms if row_terms is defined else 0

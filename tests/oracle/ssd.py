@@ -180,7 +180,8 @@ def ssd_scores(xBC, scores, d_state):
     chunk, n_groups = scores.shape[-1], scores.shape[2]
     B, C = np.split(into_chunks(xBC[..., -2 * n_groups * d_state :], chunk), 2, -1)
     shape = (*B.shape[:3], n_groups, d_state)
-    return {"scores": np.einsum("bctgn,bcsgn->bcgts", C.reshape(shape), B.reshape(shape))}
+    products = np.einsum("bctgn,bcsgn->bcgts", C.reshape(shape), B.reshape(shape))
+    return {"scores": products * np.tri(chunk)}
 
 
 @oracle(
