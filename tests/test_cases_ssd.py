@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests import oracle_model
+from tests.oracle.ssd import from_chunks
 from wgsl_train.encoder import Encoder
 from wgsl_train.errors import ShapeError
 from wgsl_train.kernel import PORTABLE
@@ -92,7 +93,8 @@ def run(kernel_buffers):
         if state is not None:
             encoder.write(plan["state"], state)
         encoder.run("forward")
-        skip = encoder.read(plan["ssd.skip"])[..., None]
+        skip = encoder.read(plan["ssd.sums"])[:, :, :, 0]  # batch, chunks, n_heads, chunk
+        skip = from_chunks(np.moveaxis(skip, -1, 2), seqlen)[..., None]
         result = {"y": encoder.read(plan["ssd.y"]).reshape(x.shape) + skip * x}
         if state is not None:
             result["state"] = encoder.read(plan["state"])
