@@ -21,14 +21,10 @@ def test_every_kernel_has_a_shader_and_an_oracle_and_none_is_left_over():
     assert KERNELS.keys() == ORACLES.keys() == {p.stem for p in SHADER_DIR.glob("*.wgsl")}
 
 
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda k: k.name)
-def test_binds_at_most_eight_buffers(kernel):
-    assert len(kernel.bindings) <= 8
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_fits_the_portable_limits(variant):
     source = render(variant)
+    assert 1 <= len(re.findall(r"var<storage", source)) <= 8
     size = re.search(r"@workgroup_size\(([^)]*)\)", source)[1]
     invocations = 1
     for part in size.split(","):
