@@ -21,6 +21,8 @@ from tests.test_model import lively
 from wgsl_train import checkpoint
 from wgsl_train.config import MambaConfig, TrainConfig
 from wgsl_train.data import IGNORED, Batch
+from wgsl_train.device import Device
+from wgsl_train.encoder import Encoder
 from wgsl_train.errors import (
     CheckpointError,
     ConfigError,
@@ -560,6 +562,7 @@ def test_few_readbacks(device):  # P3
 def test_one_submit_a_step_and_no_new_objects(device, monkeypatch):  # P4
     trainer = make(device)
     trainer.step(*pair())
+    monkeypatch.setattr(Device, "wait", lambda self: None)  # what a CPU does besides
     made = Counter()
     for name in dir(device.wgpu):
         if name.startswith("create_"):
@@ -577,6 +580,28 @@ def test_one_submit_a_step_and_no_new_objects(device, monkeypatch):  # P4
         trainer.step(*pair(seed=seed))
     assert made == {"create_command_encoder": 9}
     assert len(submits) == 9
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_a_cpu_finishes_a_step_before_the_next_is_encoded(device, monkeypatch, cpu):
+    trainer, events = make(device), []
+    trainer.step(*pair())
+    monkeypatch.setattr(Device, "is_cpu", cpu)
+    for owner, name in ((Device, "wait"), (Encoder, "encode")):
+        original = getattr(owner, name)
+
+        def noted(*args, _name=name, _original=original, **options):
+            events.append(_name)
+            return _original(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+    trainer.step(*pair())
+    loss = trainer.step(*pair()).loss
+    assert events == (["wait", "encode"] if cpu else ["encode"]) * 2
+    assert math.isfinite(loss)
+    trainer.step(*pair())
+    assert events[len(events) - 1 :] == ["encode"]  # it was waited for by reading its loss
+    assert events.count("wait") == (2 if cpu else 0)
 
 
 def test_memory_stays_flat(device):  # D15

@@ -73,6 +73,7 @@ class Device:
         self.name = info.name
         self.pipelines: dict[str, Any] = {}
         self.layouts: dict[Any, Any] = {}
+        self._last = device.create_buffer(size=4, usage=wgpu.BufferUsage.COPY_SRC)
 
     @property
     def is_cpu(self) -> bool:
@@ -92,6 +93,11 @@ class Device:
         """Nanoseconds a tick of a timestamp query."""
         lib = wgpu.backends.wgpu_native.lib
         return float(lib.wgpuQueueGetTimestampPeriod(self.wgpu.queue._internal))
+
+    def wait(self) -> None:
+        """Wait until all that was submitted is done."""
+        # wgpu 0.32's on_submitted_work_done_sync raises TypeError; a read is done when all before it is
+        self.guard(lambda: self.wgpu.queue.read_buffer(self._last))
 
     def guard(self, call: Callable[[], _T]) -> _T:
         """Run a call to the driver; its failures become DeviceError."""

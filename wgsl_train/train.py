@@ -380,6 +380,9 @@ class Trainer:
             )
         if len(self._pending) >= _AHEAD:
             self._fetch()
+        if self.model.device.is_cpu and self._pending:
+            # Its threads need the cores: beside what encodes and loads, a short step takes longer.
+            self.model.device.wait()
         steps = [self._compiled(b) for b in batches]
         self._write_hyper(total_steps or self.config.steps or 0)
         count = sum(b.n_targets for b in batches)
