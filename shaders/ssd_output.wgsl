@@ -1,8 +1,8 @@
 // out[t] = y[t] = exp(cum[t]) C[t] states + sum over s < t of scores[t, s] exp(cum[t] - cum[s]) delta[s] x[s], states those at the
-// chunk's start (not read where they are zero); skip[t] = D + scores[t, t] delta[t]. In reverse du[s] = exp(cum[last] - cum[s]) B[s] states + sum over t > s of
-// scores[t, s] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end; out[s] = dx[s] = delta du + skip dy.
-// sums has the skip, and by the reverse for each {{ head_block }} columns of a head the sums of dy y - delta x du, the derivative by
-// cum; of x (du + scores[s, s] dy), that by delta but for cum; of x dy
+// chunk's start, not read where they are zero; sums[0] = skip[t] = D + scores[t, t] delta[t]. In reverse du[s] = exp(cum[last] -
+// cum[s]) B[s] states + sum over t > s of scores[t, s] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end;
+// out[s] = dx[s] = delta du + skip dy; sums[1..] = for each {{ head_block }} columns of a head the sums of dy y - delta x du, the derivative by
+// cum; of x (du + scores[s, s] dy), that by delta but for cum; of x dy. y and du are without their skips
 $$ set strict = true
 $$ set from_state = ceil_div(d_state, tile_k) * tile_k if "states" in bound else 0
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, head_dim, from_state + chunk, none, false

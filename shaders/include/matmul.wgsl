@@ -6,21 +6,25 @@
 // It defines finish(row, col, sum), sum of out_type: vec4f (neighbouring columns) or f32; and finish_row_sum(row, sum) where
 // row_sums is set. Rows and columns past the edge reach them. Where the kernel has a dim parts, the depth is dealt out to these,
 // and both take the part first; `more` is the last one's.
-// What a kernel may set besides. own, in a or b: it defines that side's load_a or load_b itself; in a, with blocks, it defines
-// load_a_block(line, k) instead, the mat4x4f of four lines and k, so that it can be read either way. weighed, with own: factors that
-// are apart from loads, so that both are on their way at once: weigh_a_block(line, k), for blocks, a mat4x4f where weighed is "all", or
-// a vec4f, one for each line, where it is "columns"; for a b along lines weigh_b(line, k), of four lines, and weigh_b_four(line, k), of
-// these and four k. fresh: it defines fresh(k), whether factors from this k on differ from those before. needs, used where operands go through workgroup memory: it
-// defines needs(row, col, k), whether four rows and the columns from these on have anything to sum in 16 k from this one on. since,
-// until (WGSL): where the walk begins and ends, if not at 0 and the depth's end. products: it makes so many products of these sizes, and defines
-// begin(product, first_row), which is called first; mixed: neighbouring workgroups make the same tile of different products. A GPU
-// deals workgroups out in turn; if tiles differ in work, and their number divides its multiprocessors', some would get all the heavy
-// ones. per_fold, a multiple of tile_k: every so many k the sums so far are put aside,
-// times fold_weight(row, col, k / per_fold), a vec4f for 4 neighbouring columns. row_terms, at most 3: finish() returns
-// a vec3f, whose first row_terms numbers are added up along the tile's columns (at most thread_n tile_k of them); it defines
-// finish_rows(row, first_col, term, sums), which gets those of four rows. joined, for kernels that make two such products, straight
-// from storage: names of functions here and there begin with it, and main is theirs, which calls <joined>product(group, thread), a
-// workgroup's part.
+// What a kernel may set besides:
+// own        in a or b: it defines that side's load_a or load_b itself
+// blocks     in a, with own: it defines load_a_block(line, k) instead, the mat4x4f of four lines and k, so that it can be read either way
+// weighed    with own: factors of what is loaded, made apart from loads, so that both are on their way at once. With blocks it defines
+//            weigh_a_block(line, k), a mat4x4f where weighed is "all", or a vec4f, one for each line, where it is "columns"; for a b
+//            along lines weigh_b(line, k), of four lines, and weigh_b_four(line, k), of these and four k
+// fresh      it defines fresh(k), whether factors from this k on may differ from those before
+// needs      used where operands go through workgroup memory: it defines needs(row, col, k), whether four rows and the columns from
+//            these on have anything to sum in 16 k from this one on
+// since, until   WGSL: where the walk begins and ends, if not at 0 and at the depth's end
+// products   it makes so many products of these sizes, and defines begin(product, first_row), which is called first
+// mixed      neighbouring workgroups make the same tile of different products. A GPU deals workgroups out in turn: where tiles differ
+//            in work, and their number divides that of its multiprocessors, some would get all the heavy ones
+// per_fold   a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col, k / per_fold), a vec4f
+//            for 4 neighbouring columns
+// row_terms  at most 3: finish() returns a vec3f, whose first row_terms numbers are added up along the tile's columns (whose
+//            rows are thread_n tile_k at most); it defines finish_rows(row, first_col, term, sums), which gets those of four rows
+// joined     for kernels that make two such products, straight from storage: names of functions here and there begin with it, and
+//            main is theirs, which calls <joined>product(group, thread), a workgroup's part
 $$ set row_terms = row_terms if row_terms is defined else 0
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
