@@ -11,7 +11,7 @@ $$ set lines_m, lines_n, more, row_sums = chunk, d_state, none, false
 $$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": "columns"}, {"along": "k", "own": true}
 $$ set products = 2 * batch * chunks * n_groups * shares
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
-$$ set until = "select(" ~ depth ~ "u, " ~ part_steps ~ "u, no_states())"
+$$ set until = "select(" ~ depth ~ "u, " ~ part_steps ~ "u, no_states(product))"
 {$ include "include/ssd.wgsl" $}
 $$ set B_start, C_start = d_xBC - 2 * n_groups * d_state, d_xBC - n_groups * d_state
 
@@ -27,9 +27,12 @@ fn begin(product: u32, first_row: u32) {
     own_head = own_group * {{ n_heads // n_groups }}u + own_share * {{ part_heads }}u; // the first
 }
 
-// Whether the states at the chunk's start, for dC, or their gradients at its end, for dB, are zero; those are not read.
-fn no_states() -> bool {
-    return {{ "of_B && own_chunk == " ~ (chunks - 1) ~ "u" if ends_zero else "false" }} || {{ "!of_B && own_chunk == 0u" if begins_zero else "false" }};
+// Whether the states at the chunk's start, for dC, or their gradients at its end, for dB, are zero; those are not read. By the product,
+// which is uniform, as barriers in the walk ask for; what begin() sets is not.
+fn no_states(product: u32) -> bool {
+    let makes_B = product / shares % 2u == 0u;
+    let chunk_index = product / {{ 2 * shares * n_groups }}u % chunks;
+    return {{ "(makes_B && chunk_index == " ~ (chunks - 1) ~ "u)" if ends_zero else "false" }} || {{ "(!makes_B && chunk_index == 0u)" if begins_zero else "false" }};
 }
 
 fn score_four(t: u32, s: u32) -> vec4f {

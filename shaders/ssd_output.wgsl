@@ -10,12 +10,13 @@ $$ set first_row = "min(tile.x * " ~ tile_m ~ "u, " ~ chunk ~ "u)"
 $$ set steps = chunk ~ "u - " ~ first_row if reverse else "min(" ~ first_row ~ " + " ~ tile_m ~ "u, " ~ chunk ~ "u)"
 $$ set until = from_state ~ "u + " ~ steps
 $$ set zero_chunk = chunks - 1 if reverse else 0
-$$ set since = "select(0u, " ~ from_state ~ "u, own_chunk == " ~ zero_chunk ~ "u)" if begins_zero else "0u"
+// By the product, which is uniform, as barriers in the walk ask for; what begin() sets is not.
+$$ set since = "select(0u, %du, product / %du %% %du == %du)" % (from_state, n_heads, chunks, zero_chunk) if begins_zero else "0u"
 $$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": "all"}, {"along": "lines", "own": true}
 $$ set needs = true
 $$ set products = batch * chunks * n_heads
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
-$$ set row_terms = 3 if reverse else 0
+$$ set row_terms = reverse
 $$ set packed = width == 4
 {$ include "include/ssd.wgsl" $}
 $$ set start = d_xBC - (2 if reverse else 1) * n_groups * d_state
@@ -104,17 +105,20 @@ fn finish(t: u32, p: u32, du: pack) -> vec3f {
     let j = (row_of(t) * d_xBC + own_head * {{ head_dim }}u + p) / {{ width }}u;
     let x = xBC[j];
     let d = dy[i];
-    let delta = delta_at(own_dt, t);
-    let score = scores[score_index(t, t) / 4u][t % 4u];
-    out[j] = delta * du + sums[sums_index(t)] * d;
-    return vec3f(fold(d * y[i] - delta * x * du), fold(x * (du + score * d)), fold(x * d));
+    out[j] = delta_at(own_dt, t) * du + sums[sums_index(t)] * d;
+    return vec3f(fold(d * y[i]), fold(x * du), fold(x * d));
 }
 
-fn finish_rows(t: u32, p: u32, term: u32, total: vec4f) {
+// Sums of dy y, x du and x dy.
+fn finish_rows(t: u32, p: u32, totals: mat3x4f) {
     if (t >= chunk) { return; }
-    let to = sums_index(t) + (1u + p / {{ head_block }}u * 3u + term) * chunk;
+    let to = sums_index(t) + (1u + p / {{ head_block }}u * 3u) * chunk;
+    let by_cum = totals[0] - delta_four(own_dt, t) * totals[1];
 $$ for j in range(4)
-    sums[to + {{ j }}u] = total[{{ j }}];
+    let score{{ j }} = scores[score_index(t + {{ j }}u, t + {{ j }}u) / 4u][(t + {{ j }}u) % 4u];
+    sums[to + {{ j }}u] = by_cum[{{ j }}];
+    sums[to + chunk + {{ j }}u] = totals[1][{{ j }}] + score{{ j }} * totals[2][{{ j }}];
+    sums[to + 2u * chunk + {{ j }}u] = totals[2][{{ j }}];
 $$ endfor
 }
 $$ else

@@ -21,11 +21,11 @@
 //            in work, and their number divides that of its multiprocessors, some would get all the heavy ones
 // per_fold   a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col, k / per_fold), a vec4f
 //            for 4 neighbouring columns
-// row_terms  at most 3: finish() returns a vec3f, whose first row_terms numbers are added up along the tile's columns (whose
-//            rows are thread_n tile_k at most); it defines finish_rows(row, first_col, term, sums), which gets those of four rows
+// row_terms  finish() returns a vec3f, which is added up along the tile's columns; it defines finish_rows(row, first_col, sums), which
+//            gets the sums of four rows, a mat3x4f. A tile has thread_n tile_k rows at most
 // joined     for kernels that make two such products, straight from storage: names of functions here and there begin with it, and
 //            main is theirs, which calls <joined>product(group, thread), a workgroup's part
-$$ set row_terms = row_terms if row_terms is defined else 0
+$$ set row_terms = row_terms is defined and row_terms
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
 $$ set seam = ceil_div(depth, tile_k) * tile_k

@@ -120,10 +120,8 @@ $$ endfor
 {$ include "include/matmul_fold.wgsl" $}
     }
 {$ include "include/matmul_finish.wgsl" $}
-$$ for term in range(row_terms)
-$$ for i in range(0, thread_m, 4)
-    finish_rows({{ row_at(i) }}, col0, {{ term }}u, vec4f({$ for j in range(4) $}terms{{ i + j }}[{{ term }}]{{ ", " if j < 3 }}{$ endfor $}));
-$$ endfor
+$$ for i in range(0, thread_m if row_terms else 0, 4)
+    finish_rows({{ row_at(i) }}, col0, transpose(mat4x3f({$ for j in range(4) $}terms{{ i + j }}{{ ", " if j < 3 }}{$ endfor $})));
 $$ endfor
 $$ if row_sums
     if (tile.y == 0u) {

@@ -201,18 +201,20 @@ $$ endif
 $$ endfor
     {{ "}" if short }}
 {$ include "include/matmul_finish.wgsl" $}
-$$ for term in range(row_terms)
+$$ if row_terms
+    var totals = mat3x4f();
+$$ for term in range(3)
     workgroupBarrier();  // tile_b is free now, or has been added up
 $$ for g in range(gm)
     tile_b[(tm + {{ g * threads_m }}u) * {{ threads_n }}u + tn] = vec4f({$ for j in range(4) $}terms{{ 4 * g + j }}[{{ term }}]{{ ", " if j < 3 }}{$ endfor $});
 $$ endfor
     workgroupBarrier();
     if (lane < {{ tile_m // 4 }}u) {
-        var total = vec4f();
-        for (var n = 0u; n < {{ threads_n }}u; n++) { total += tile_b[lane * {{ threads_n }}u + n]; }
-        finish_rows(row0 + lane * 4u, col0, {{ term }}u, total);
+        for (var n = 0u; n < {{ threads_n }}u; n++) { totals[{{ term }}] += tile_b[lane * {{ threads_n }}u + n]; }
     }
 $$ endfor
+    if (lane < {{ tile_m // 4 }}u) { finish_rows(row0 + lane * 4u, col0, totals); }
+$$ endif
 $$ if row_sums
     if (sums_rows) {
 $$ for j in range(4)
