@@ -14,7 +14,7 @@ $$ endif
 
 // Of the four steps of quad q: the derivative by cum (term 0) or delta (1), or x dy (2).
 fn sum_of(term: u32, i: u32, q: u32) -> vec4f {
-    let at = i * {{ of_step * quads }}u + {{ quads }}u + term * {{ quads }}u + q;
+    let at = (i * {{ of_step }}u + 1u + term) * {{ quads }}u + q;
     return {$ for block in range(of_step // 3) $}{{ " + " if block }}sums[at{{ " + %du" % (3 * quads * block) if block }}]{$ endfor $};
 }
 

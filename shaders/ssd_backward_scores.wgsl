@@ -3,10 +3,8 @@ $$ set strict = false
 $$ set per_fold = ceil_div(head_dim, tile_k) * tile_k
 $$ set per_part = n_heads // (n_groups * splits)
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, per_part * per_fold, none, false
-// A tile above the diagonal has nothing to sum.
-$$ set until = "select(" ~ depth ~ "u, 0u, tile.y * " ~ tile_n ~ "u > tile.x * " ~ tile_m ~ "u + " ~ (tile_m - 1) ~ "u)"
 $$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
-$$ set needs, mixed = true, true
+$$ set needs, lower = true, true
 $$ set products = batch * chunks * n_groups * splits
 $$ set out_type = "vec4f"
 {$ include "include/ssd.wgsl" $}

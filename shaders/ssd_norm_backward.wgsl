@@ -1,5 +1,6 @@
-// a = (y + skip x) silu(z), skip the first plane of sums, inv = 1 / sqrt(mean a^2 + eps): da = inv (weight dout - a inv^2 mean(weight dout a)); dout = dy = da silu(z);
-// dzxbcdt's first columns = dz = da (y + skip x) silu'(z); weight_partials[p] = sum over the rows of part p of dout a inv
+// skip the first plane of sums, a = (y + skip x) silu(z), inv = 1 / sqrt(mean a^2 + eps): da = inv (weight dout - a inv^2 mean(weight
+// dout a)); dout = dy = da silu(z); dzxbcdt's first columns = dz = da (y + skip x) silu'(z); weight_partials[p] = sum over the rows of
+// part p of dout a inv
 $$ set packed = "y" in vec4
 $$ set width = 4 if packed else 1
 $$ set columns = d_inner // norm_groups // width

@@ -1,8 +1,8 @@
 // out[t] = y[t] = exp(cum[t]) C[t] states + sum over s < t of scores[t, s] exp(cum[t] - cum[s]) delta[s] x[s], states those at the
 // chunk's start, not read where they are zero; sums[0] = skip[t] = D + scores[t, t] delta[t]. In reverse du[s] = exp(cum[last] -
 // cum[s]) B[s] states + sum over t > s of scores[t, s] exp(cum[t] - cum[s]) dy[t], states the gradients of those at the chunk's end;
-// out[s] = dx[s] = delta du + skip dy; sums[1..] = for each {{ head_block }} columns of a head the sums of dy y - delta x du, the derivative by
-// cum; of x (du + scores[s, s] dy), that by delta but for cum; of x dy. y and du are without their skips
+// out[s] = dx[s] = delta du + skip dy; sums[1..] = for each block of a head's columns, a workgroup's, the sums of dy y - delta x du, the
+// derivative by cum; of x (du + scores[s, s] dy), that by delta but for cum; of x dy. y and du are without their skips
 $$ set strict = true
 $$ set from_state = ceil_div(d_state, tile_k) * tile_k if "states" in bound else 0
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, head_dim, from_state + chunk, none, false
@@ -112,7 +112,7 @@ fn finish(t: u32, p: u32, du: pack) -> vec3f {
 // Sums of dy y, x du and x dy.
 fn finish_rows(t: u32, p: u32, totals: mat3x4f) {
     if (t >= chunk) { return; }
-    let to = sums_index(t) + (1u + p / {{ head_block }}u * 3u) * chunk;
+    let to = sums_index(t) + (1u + p / {{ tile_n }}u * 3u) * chunk;
     let by_cum = totals[0] - delta_four(own_dt, t) * totals[1];
 $$ for j in range(4)
     let score{{ j }} = scores[score_index(t + {{ j }}u, t + {{ j }}u) / 4u][(t + {{ j }}u) % 4u];

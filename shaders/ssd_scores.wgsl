@@ -2,9 +2,7 @@
 $$ set n_heads, planes, strict = n_groups, 2, false
 $$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, d_state, none, false
 $$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
-// A tile above the diagonal has nothing to sum.
-$$ set until = "select(" ~ depth ~ "u, 0u, tile.y * " ~ tile_n ~ "u > tile.x * " ~ tile_m ~ "u + " ~ (tile_m - 1) ~ "u)"
-$$ set mixed = true
+$$ set lower = true
 $$ set products = batch * chunks * n_groups
 $$ set out_type = "vec4f"
 {$ include "include/ssd.wgsl" $}

@@ -21,7 +21,6 @@ class Dual:
         planes = 2 if documents is None else 3
         self.dt_cum = np.zeros((*self.states.shape[:3], planes, v["chunk"]))
         self.sizes = {"d_state": v["d_state"], "head_dim": v["head_dim"]}
-        self.blocks = {"head_block": oracle.HEAD_BLOCK}
         self.norm = {"eps": EPS, "norm_groups": v["n_groups"]}
 
     def forward(self, zxbcdt, xBC, dt_bias, A_log, D, weight, state):
@@ -51,7 +50,6 @@ class Dual:
             reverse=False,
             begins_zero=False,
             **sizes,
-            **self.blocks,
         )
         gated = {"y": made["out"], "xBC": xBC, "zxbcdt": zxbcdt, "sums": made["sums"]}
         out = oracle.ssd_norm_forward(**gated, weight=weight, **self.norm)
@@ -87,7 +85,6 @@ class Dual:
             reverse=True,
             begins_zero=False,
             **sizes,
-            **self.blocks,
         )
         dscores = oracle.ssd_backward_scores(
             **given, dscores=np.zeros((1, *self.score_shape)), **sizes

@@ -600,7 +600,7 @@ def test_a_cpu_finishes_a_step_before_the_next_is_encoded(device, monkeypatch, c
     assert events == (["wait", "encode"] if cpu else ["encode"]) * 2
     assert math.isfinite(loss)
     trainer.step(*pair())
-    assert events[len(events) - 1 :] == ["encode"]  # it was waited for by reading its loss
+    assert events[-1] == "encode"  # it was waited for by reading its loss
     assert events.count("wait") == (2 if cpu else 0)
 
 

@@ -17,8 +17,9 @@
 //            these on have anything to sum in 16 k from this one on
 // since, until   WGSL: where the walk begins and ends, if not at 0 and at the depth's end
 // products   it makes so many products of these sizes, and defines begin(product, first_row), which is called first
-// mixed      neighbouring workgroups make the same tile of different products. A GPU deals workgroups out in turn: where tiles differ
-//            in work, and their number divides that of its multiprocessors, some would get all the heavy ones
+// lower      with products: sums above the diagonal are not wanted; tiles there sum nothing. Neighbouring workgroups then make the same
+//            tile of different products. A GPU deals workgroups out in turn: where tiles differ in work, and their number divides that
+//            of its multiprocessors, some would get all the heavy ones
 // per_fold   a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col, k / per_fold), a vec4f
 //            for 4 neighbouring columns
 // row_terms  finish() returns a vec3f, which is added up along the tile's columns; it defines finish_rows(row, first_col, sums), which
@@ -30,6 +31,10 @@ $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
 $$ set seam = ceil_div(depth, tile_k) * tile_k
 $$ set end = seam + more.depth if more else depth
+$$ set lower = lower is defined and lower
+$$ if lower
+$$ set until = "select(" ~ end ~ "u, 0u, tile.y * " ~ tile_n ~ "u > tile.x * " ~ tile_m ~ "u + " ~ (tile_m - 1) ~ "u)"
+$$ endif
 $$ if parts is defined
 $$ set part, span = "wid.z, ", ceil_div(ceil_div(depth, parts), 32) * 32
 $$ set from_k, to_k = "wid.z * " ~ span ~ "u", "min(" ~ depth ~ "u, (wid.z + 1u) * " ~ span ~ "u)"
@@ -128,14 +133,13 @@ $$ endif
 
 $$ if products is defined
 $$ set tiles = tiles_m * tiles_n
-$$ set product, tile = ("%", "/") if mixed is defined else ("/", "%")
-$$ set per = products if mixed is defined else tiles
+$$ set product, tile = ("group % " ~ products, "group / " ~ products) if lower else ("group / " ~ tiles, "group % " ~ tiles)
 // The product of a workgroup, and its tile there: one past the edge for workgroups past the last product's.
 fn product_index(group: u32) -> u32 {
-    return min(group {{ product }} {{ per }}u, {{ products - 1 }}u);
+    return min({{ product }}u, {{ products - 1 }}u);
 }
 fn product_tile(group: u32) -> vec2u {
-    return tile_index(select({{ ceil_div(tiles_m, swizzle) * swizzle * tiles_n }}u, group {{ tile }} {{ per }}u, group < {{ products * tiles }}u));
+    return tile_index(select({{ ceil_div(tiles_m, swizzle) * swizzle * tiles_n }}u, {{ tile }}u, group < {{ products * tiles }}u));
 }
 $$ endif
 

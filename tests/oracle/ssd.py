@@ -297,7 +297,6 @@ def ssd_output(
     sums,
     d_state,
     head_dim,
-    head_block,
     reverse,
     begins_zero,
 ):
@@ -325,10 +324,10 @@ def ssd_output(
     rows = np.full(out.shape, np.nan)
     rows[..., : n_heads * head_dim] = c.rows(delta * du + skip * c.dy)
     terms = (c.dy * y - delta * c.x * du, c.x * (du + own * c.dy), c.x * c.dy)
-    for first in range(0, head_dim, head_block):
+    for first in range(0, head_dim, HEAD_BLOCK):
         for i, term in enumerate(terms):
-            total = (term * c.inside)[..., first : first + head_block].sum(-1)
-            left[..., 1 + first // head_block * 3 + i, :] = np.moveaxis(total, 2, -1)
+            total = (term * c.inside)[..., first : first + HEAD_BLOCK].sum(-1)
+            left[..., 1 + first // HEAD_BLOCK * 3 + i, :] = np.moveaxis(total, 2, -1)
     return {"out": rows, "sums": left}
 
 

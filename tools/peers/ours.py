@@ -35,10 +35,9 @@ class Dispatches(Work):
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self.encoder, self.section, self.prepare = encoder, section, prepare
-        _, written = next(iter(encoder.plan.sections[section][-1].bound("writes", "adds")))
         super().__init__(
             start=self._run,
-            wait=lambda _: encoder.read(written.view(0, (1,))),
+            wait=lambda _: encoder.device.wait(),
             values=lambda _: values(),
         )
 

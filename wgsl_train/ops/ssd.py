@@ -272,7 +272,6 @@ OUTPUT = Kernel(
     options={
         "d_state": 1,
         "head_dim": 1,
-        "head_block": HEAD_BLOCK,
         "reverse": False,
         "begins_zero": False,
     },
