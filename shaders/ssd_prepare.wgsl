@@ -13,6 +13,7 @@ $$ endif
 
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    let group = group_index(wid, groups);
 {$ include "include/ssd_slice.wgsl" $}
     let first = i / n_heads % chunks * chunk;
     let row0 = i / (n_heads * chunks) * seqlen;

@@ -101,28 +101,26 @@ class Dual:
             ends_zero=False,
             **sizes,
         )["out"]
-        dBC = oracle.ssd_backward_bc_sum(shares, xBC)["dxBC"]
-        partials = dict.fromkeys(
-            ("A_log_partials", "D_partials", "dt_bias_partials"),
-            np.zeros((v["batch"] * v["chunks"], v["n_heads"])),
-        )
-        dt = oracle.ssd_backward_dt(
+        trained = ("A_log", "D", "dt_bias")
+        last = oracle.ssd_backward_sums(
             sums=made["sums"],
             dt_cum=dt_cum,
             A_log=A_log,
             dots=back["dots"],
+            dBC=shares,
             dzxbcdt=zxbcdt,
+            partials=np.zeros((len(trained), v["batch"] * v["chunks"], v["n_heads"])),
+            dxBC=xBC,
             limit=self.limit,
-            **partials,
+            trained=trained,
         )
-        sums = {k.removesuffix("_partials"): dt[k].sum(0) for k in partials}
         return {
             # the columns between are the convolution's
-            "zxbcdt": np.nan_to_num(norm["dzxbcdt"]) + np.nan_to_num(dt["dzxbcdt"]),
-            "xBC": np.nan_to_num(made["out"]) + np.nan_to_num(dBC),
+            "zxbcdt": np.nan_to_num(norm["dzxbcdt"]) + np.nan_to_num(last["dzxbcdt"]),
+            "xBC": np.nan_to_num(made["out"]) + np.nan_to_num(last["dxBC"]),
             "weight": norm["weight_partials"][0],
             "state": back["state"],
-            **sums,
+            **dict(zip(trained, last["partials"].sum(1), strict=True)),
         }
 
 

@@ -51,6 +51,10 @@ $$ if joined is not defined
 {$ include "include/group_index.wgsl" $}
 $$ endif
 
+// Only in the last rounds need loads look for the end of the depth; those have a loop of their own, where the walk is long.
+$$ set whole = a.own is not defined and b.own is not defined and (a.along == "lines" or a.name in vec4) and (b.along == "lines" or b.name in vec4)
+$$ set peels = lanes == 0 and prefetch and depth % tile_k > 0 and whole and not more
+$$ set ends_of, ends = (", ends: bool", ", ends") if peels else ("", "")
 $$ set pairs = [("a", a, depth), ("b", b, depth)] + ([("more_a", more.a, more.depth), ("more_b", more.b, more.depth)] if more else [])
 $$ for side, t, length in pairs if t.own is not defined
 $$ set name, dtype, aligned = t.name, t.get("dtype", "f32"), t.name in vec4
@@ -60,13 +64,13 @@ $$ endif
 $$ if name not in vec8
 // Four neighbours in memory from (line, k) on; zeros where k is past the end. A line past the end only reaches sums that
 // are not kept, so it may hold anything.
-fn {{ mine }}load_{{ side }}(line: u32, k: u32) -> vec4f {
+fn {{ mine }}load_{{ side }}(line: u32, k: u32{{ ends_of }}) -> vec4f {
 $$ if more and side in ("a", "b")
     if (k >= {{ seam }}u) { return {{ mine }}load_more_{{ side }}(line, k - {{ seam }}u); }
 $$ endif
 $$ set ends_whole = t.along == "lines" or aligned
 $$ if length % tile_k and ends_whole
-    if (k >= {{ length }}u) { return vec4f(); }  // a select() behind the load would wait for it
+    if ({{ "ends && " if peels }}k >= {{ length }}u) { return vec4f(); }  // a select() behind the load would wait for it
 $$ endif
     let i = {{ "line" if t.along == "k" else "k" }} * {{ t.stride }}u + {{ t.start }}u + {{ "k" if t.along == "k" else "line" }};
 $$ if dtype != "f32"

@@ -55,12 +55,12 @@ $$ set run = row if t.along == "lines" else 4 if row % 4 == 0 and not shifts els
 fn place_{{ side }}(block: u32) -> vec2u {
     return vec2u(block / {{ run * quads }}u * {{ run }}u + block % {{ run }}u, block / {{ run }}u % {{ quads }}u);
 }
-fn fetch_{{ side }}(block: u32, first: u32, first_k: u32) -> mat4x4f {
+fn fetch_{{ side }}(block: u32, first: u32, first_k: u32{{ ends_of }}) -> mat4x4f {
     let at = place_{{ side }}(block) * 4u + vec2u(first, first_k);
 $$ if t.blocks is defined
     return {{ "transpose" if turns and not t.get("weighed") }}(load_{{ side }}_block(at.x, at.y));
 $$ else
-    return {{ "transpose" if turns and not t.get("weighed") }}(mat4x4f({$ for j in range(4) $}load_{{ side }}({{ at_line(j, t.along) }}){{ ", " if j < 3 }}{$ endfor $}));
+    return {{ "transpose" if turns and not t.get("weighed") }}(mat4x4f({$ for j in range(4) $}load_{{ side }}({{ at_line(j, t.along) }}{{ ends }}){{ ", " if j < 3 }}{$ endfor $}));
 $$ endif
 }
 fn keep_{{ side }}(block: u32, fetched: mat4x4f{{ ", factors: " ~ factors if weighed }}) {
@@ -83,12 +83,12 @@ $$ endif
 $$ endfor
 }
 $$ endfor
-fn fetch(block: u32, row0: u32, col0: u32, k: u32) -> mat4x4f {
-    if (block < {{ blocks_a }}u) { return fetch_a(block, row0, k); }
+fn fetch(block: u32, row0: u32, col0: u32, k: u32{{ ends_of }}) -> mat4x4f {
+    if (block < {{ blocks_a }}u) { return fetch_a(block, row0, k{{ ends }}); }
 $$ if not even
     if (block >= {{ blocks_a + blocks_b }}u) { return mat4x4f(); }
 $$ endif
-    return fetch_b(block - {{ blocks_a }}u, col0, k);
+    return fetch_b(block - {{ blocks_a }}u, col0, k{{ ends }});
 }
 fn keep(block: u32, values: mat4x4f{{ ", factors: " ~ factors if weighed }}) {
     if (block < {{ blocks_a }}u) { keep_a(block, values{{ ", factors" if weighed }}); } else {{ "" if even else "if (block < " ~ (blocks_a + blocks_b) ~ "u) " }}{ keep_b(block - {{ blocks_a }}u, values{{ ", factors" if weighed }}); }
@@ -140,14 +140,18 @@ $$ if row_sums
     var row_sums = vec4f();
 $$ endif
 $$ for f in range(fetches)
-    var block{{ f }} = {{ "fetch(lane + " ~ f * workgroup ~ "u, row0, col0, " ~ from_k ~ ")" if prefetch else "mat4x4f()" }};
+    var block{{ f }} = {{ "fetch(lane + " ~ f * workgroup ~ "u, row0, col0, " ~ from_k ~ (", true" if peels else "") ~ ")" if prefetch else "mat4x4f()" }};
     {{ "var factors" ~ f ~ " = " ~ ("weigh(lane + " ~ f * workgroup ~ "u, row0, col0, " ~ from_k ~ ")" if prefetch else factors ~ "()") ~ ";" if weighed }}
 $$ endfor
 $$ for groups_m, groups_n in [(range(gm), range(gn))] + ([(range(used_m), range(used_n))] if short else [])
 $$ if short
     {{ "if (tile.x < " ~ whole_m ~ "u && tile.y < " ~ whole_n ~ "u) {" if loop.first else "} else {" }}
 $$ endif
-    for (var k = {{ from_k }}; k < {{ to_k }}; k += {{ tile_k }}u) {
+$$ set last_whole = "min(%s, %du)" % (to_k, [depth // tile_k - 1, 0] | max * tile_k)
+    var k = {{ from_k }};
+$$ set narrow = not loop.first
+$$ for looks, end_k in ([("false", last_whole), ("true", to_k)] if peels else [("", to_k)])
+    for (; k < {{ end_k }}; k += {{ tile_k }}u) {
 $$ if not prefetch
 $$ for f in range(fetches)
         block{{ f }} = fetch(lane + {{ f * workgroup }}u, row0, col0, k);
@@ -163,7 +167,7 @@ $$ endfor
         workgroupBarrier();
 $$ if prefetch
 $$ for f in range(fetches)
-        block{{ f }} = fetch(lane + {{ f * workgroup }}u, row0, col0, k + {{ tile_k }}u);  // arrives while this round computes
+        block{{ f }} = fetch(lane + {{ f * workgroup }}u, row0, col0, k + {{ tile_k }}u{{ ", " ~ looks if looks }});  // arrives while this round computes
 $$ endfor
 $$ for f in range(fetches if weighed else 0)
         {{ "if (fresh(k + %du)) " % tile_k if fresh is defined }}{ factors{{ f }} = weigh(lane + {{ f * workgroup }}u, row0, col0, k + {{ tile_k }}u); }
@@ -192,12 +196,13 @@ $$ endfor
         }
 $$ endfor
 $$ else
-        {{ "if (row0 + tm * 4u < " ~ lines_m ~ "u && col0 + tn * 4u < " ~ lines_n ~ "u) {" if not loop.first }}
+        {{ "if (row0 + tm * 4u < " ~ lines_m ~ "u && col0 + tn * 4u < " ~ lines_n ~ "u) {" if narrow }}
 {{ multiply(0, quads, groups_m, groups_n) }}
-        {{ "}" if not loop.first }}
+        {{ "}" if narrow }}
 $$ endif
 {$ include "include/matmul_fold.wgsl" $}
     }
+$$ endfor
 $$ endfor
     {{ "}" if short }}
 {$ include "include/matmul_finish.wgsl" $}

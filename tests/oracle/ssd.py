@@ -476,33 +476,26 @@ def ssd_backward_bc(
     return {"out": result}
 
 
-@oracle(
-    case(**dims(shares=3), columns=24),
-    case(**{**PACKED, "shares": 2}, columns=24),
-)
-def ssd_backward_bc_sum(partials, dxBC):
-    left = np.full(dxBC.shape, np.nan)
-    left[..., -partials.shape[-1] :] = partials.sum(0)
-    return {"dxBC": left}
-
-
-DT = {"parts": 6, "A_log_stride": 64, "D_stride": 64, "dt_bias_stride": 64}
+PARTIALS = {"parameters": 3, "parts": 6, "stride": 64, "trained": ("A_log", "D", "dt_bias")}
 
 
 @oracle(
-    case(**dims(), **DT),
-    case(**dims(planes=3, head_dim=130), **{**DT, "parts": 6}, limit=(0.3, 0.7)),
+    case(**dims(shares=3), columns=24, **PARTIALS),
+    case(
+        **dims(planes=3, head_dim=130),
+        **PARTIALS,
+        limit=(0.3, 0.7),
+        leave_out=("dBC", "dxBC"),
+    ),
+    case(**{**PACKED, "shares": 2}, columns=24, leave_out=("dots", "partials")),
     case(
         **PACKED,
-        parts=3,
-        D_stride=64,
-        leave_out=("dots", "A_log_partials", "dt_bias_partials"),
+        **{**PARTIALS, "parameters": 1, "parts": 3, "trained": ("D",)},
+        leave_out=("dots", "dBC", "dxBC"),
     ),
     draw={"dt_cum": dt_cum_draw, "sums": uniform(-1, 1)},
 )
-def ssd_backward_dt(
-    sums, dt_cum, A_log, dots, dzxbcdt, A_log_partials, D_partials, dt_bias_partials, limit
-):
+def ssd_backward_sums(sums, dt_cum, A_log, dots, dBC, dzxbcdt, partials, dxBC, limit, trained):
     seqlen = dzxbcdt.shape[1]
     delta, A = dt_cum[..., 0, :], -np.exp(A_log)[:, None]
     blocks = sums[..., 1:, :].reshape(*sums.shape[:3], -1, 3, sums.shape[-1])
@@ -511,16 +504,15 @@ def ssd_backward_dt(
     G = carried + np.cumsum(dcum[..., ::-1], -1)[..., ::-1]
     slope = -np.expm1(-delta) * (delta > limit[0]) * (delta < limit[1])
     ddt = (A * G + ddelta) * slope
-    left = np.full(dzxbcdt.shape, np.nan)
-    left[..., -len(A_log) :] = from_chunks(np.moveaxis(ddt, -1, 2), seqlen)
-    result = {"dzxbcdt": left}
-    totals = {
-        "A_log_partials": (A_log_partials, A * delta * G),
-        "D_partials": (D_partials, x_dy),
-        "dt_bias_partials": (dt_bias_partials, ddt),
-    }
-    for name, (partials, terms) in totals.items():
-        if partials is not None:
-            result[name] = np.full(partials.shape, np.nan)
-            result[name][:, : len(A_log)] = terms.sum(-1).reshape(-1, len(A_log))
+    result = {"dzxbcdt": np.full(dzxbcdt.shape, np.nan)}
+    result["dzxbcdt"][..., -len(A_log) :] = from_chunks(np.moveaxis(ddt, -1, 2), seqlen)
+    if partials is not None:
+        terms = {"A_log": A * delta * G, "D": x_dy, "dt_bias": ddt}
+        result["partials"] = np.full(partials.shape, np.nan)
+        for i, name in enumerate(trained):
+            sums_of_part = terms[name].sum(-1).reshape(-1, len(A_log))
+            result["partials"][i, :, : len(A_log)] = sums_of_part
+    if dBC is not None:
+        result["dxBC"] = np.full(dxBC.shape, np.nan)
+        result["dxBC"][..., -dBC.shape[-1] :] = dBC.sum(0)
     return result

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ShapeError
 from ..kernel import (
+    ALIGN,
     Grid,
     Kernel,
     Target,
@@ -27,14 +28,13 @@ from ..kernel import (
     by_kind,
     ceil_div,
     divisor,
-    elementwise,
     round_up,
     spread,
 )
 from ..plan import Plan
 from .carry import Carried
 from .linear import direct, staged
-from .sum_partials import partial
+from .sum_partials import partial, partials
 
 # Steps of a chunk, by kind of adapter: long ones cost more products inside, short ones more states
 CHUNK = {"portable": 64, "cpu": 64, "discrete": 128}
@@ -434,34 +434,45 @@ BACKWARD_BC = Kernel(
     ),
 )
 
-BACKWARD_BC_SUM = Kernel(
-    "ssd_backward_bc_sum",
-    reads={"partials": "shares batch seqlen columns"},
-    writes={"dxBC": "batch seqlen d_xBC"},
-    grid=elementwise(lambda v: ceil_div(v["batch"] * v["seqlen"] * v["columns"], 4)),
-    vec4=lambda v: ("partials", "dxBC") if v["columns"] % 4 == 0 and v["d_xBC"] % 4 == 0 else (),
-    traffic=lambda v: 4 * v["batch"] * v["seqlen"] * v["columns"] * (v["shares"] + 1),
-)
 
-BACKWARD_DT = Kernel(
-    "ssd_backward_dt",
+def _bc_vectors(v: Values) -> bool:
+    return bool(v["columns"] % 4 == 0 and v["d_xBC"] % 4 == 0)
+
+
+def _sums_grid(v: Values) -> Grid:
+    """Workgroups for chunks, then for the elements that shares of dBC are added up to."""
+    chunks = ceil_div(_chunk_heads(v), v["workgroup"] // v["slices"])
+    elements = v["batch"] * v["seqlen"] * v["columns"] if "shares" in v else 0
+    width = 4 if elements and _bc_vectors(v) else 1
+    return spread(chunks + ceil_div(elements // width, v["workgroup"]))
+
+
+BACKWARD_SUMS = Kernel(
+    "ssd_backward_sums",
     reads={
         "sums": _SUMS,
         "dt_cum": _DT_CUM,
         "A_log": "n_heads",
         "dots?": "batch chunks n_heads blocks",
+        "dBC?": "shares batch seqlen columns",
     },
     writes={
         "dzxbcdt": "batch seqlen d_proj",
-        "A_log_partials?": "parts A_log_stride",
-        "D_partials?": "parts D_stride",
-        "dt_bias_partials?": "parts dt_bias_stride",
+        "partials?": "parameters parts stride",
+        "dxBC?": "batch seqlen d_xBC",
     },
-    options={"limit": (0.0, math.inf)},
+    options={"limit": (0.0, math.inf), "trained": ()},  # trained: whose partials there are, by name
     choose=_slices,
-    grid=_sliced,
-    vec4=_vec4("sums", "dt_cum"),
-    traffic=lambda v: 4 * _chunk_heads(v) * v["chunk"] * (4 + v["planes"]),
+    grid=_sums_grid,
+    vec4=lambda v: [
+        "sums",
+        "dt_cum",
+        *(("dBC", "dxBC") if "shares" in v and _bc_vectors(v) else ()),
+    ],
+    traffic=lambda v: (
+        4 * _chunk_heads(v) * v["chunk"] * (4 + v["planes"])
+        + 4 * v["batch"] * v["seqlen"] * v.get("columns", 0) * (v.get("shares", 0) + 1)
+    ),
 )
 
 
@@ -630,11 +641,11 @@ def ssd(
         splits = divisor(n_heads // n_groups, ceil_div(wanted, 2 * batch * chunks * n_groups))
         dscores = plan.tensor(f"{name}.dscores", (splits, *score_shape))
         plan.dispatch(BACKWARD_SCORES, **given, dscores=dscores, **sizes)
-        columns = 2 * n_groups * d_state
         out_bc, out_start = dxBC.view(0, (1, *dxBC.shape)), d_inner
+        dBC = None
         if splits > 1:
-            out_bc = plan.tensor(f"{name}.dBC", (splits, batch, seqlen, columns))
-            out_start = 0
+            dBC = plan.tensor(f"{name}.dBC", (splits, batch, seqlen, d_xBC - d_inner))
+            out_bc, out_start = dBC, 0
         plan.dispatch(
             BACKWARD_BC,
             **given,
@@ -647,25 +658,22 @@ def ssd(
             ends_zero=chained is None,
             **sizes,
         )
-        if splits > 1:
-            plan.dispatch(BACKWARD_BC_SUM, partials=out_bc, dxBC=dxBC)
-        partials = {
-            f"{of}_partials": grad and partial(plan, grad, batch * chunks)
-            for of, grad in (
-                ("A_log", plan.layout.grad(A_log)),
-                ("D", plan.layout.grad(D)),
-                ("dt_bias", plan.layout.grad(dt_bias)),
-            )
-        }
+        parameters = {"A_log": A_log, "D": D, "dt_bias": dt_bias}
+        grads = {of: grad for of, p in parameters.items() if (grad := plan.layout.grad(p))}
+        parts, stride = batch * chunks, round_up(n_heads, ALIGN)
+        space = partials(plan, list(grads.values()), parts) if grads else None
         plan.dispatch(
-            BACKWARD_DT,
+            BACKWARD_SUMS,
             sums=sums,
             dt_cum=dt_cum,
             A_log=A_log,
             dots=dots,
+            dBC=dBC,
             dzxbcdt=dzxbcdt,
+            partials=space and space.view(0, (len(grads), parts, stride)),
+            dxBC=dBC and dxBC,
             limit=time_step_limit,
-            **partials,
+            trained=tuple(grads),
         )
 
     plan.tape(backward)

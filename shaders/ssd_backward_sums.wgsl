@@ -1,5 +1,6 @@
-// From a chunk's end: G = sum of dots + the derivatives by cum from step t on, that by delta[t] A;  ddt = (A G + that by delta) times
-// the slope of clamp and softplus, to the last columns of dzxbcdt;  dA_log = A sum of delta G;  ddt_bias = sum of ddt;  dD = sum of x dy.
+// What is left to add up. From a chunk's end: G = sum of dots + the derivatives by cum from step t on, that by delta[t] A;  ddt = (A G +
+// that by delta) times the slope of clamp and softplus, to the last columns of dzxbcdt;  partials = of each trained parameter: dA_log =
+// A sum of delta G, dD = sum of x dy, ddt_bias = sum of ddt;  the columns of B and C of dxBC = the sum over the shares of dBC.
 // sums, behind its first plane: for each block of a head's columns the derivatives by cum, by delta, and x dy
 $$ set low, high = limit
 $$ set quads = chunk // 4
@@ -8,7 +9,7 @@ $$ set own_quads = quads // slices
 {$ include "include/softplus_slope.wgsl" $}
 
 $$ if slices > 1
-var<workgroup> of_slice: array<f32, {{ workgroup }}>;
+var<workgroup> of_slice: array<vec2f, {{ workgroup }}>; // the derivatives by cum, dots
 var<workgroup> sums_of_slice: array<vec4f, {{ workgroup }}>; // of delta G, of ddt, of x dy
 $$ endif
 
@@ -18,8 +19,7 @@ fn sum_of(term: u32, i: u32, q: u32) -> vec4f {
     return {$ for block in range(of_step // 3) $}{{ " + " if block }}sums[at{{ " + %du" % (3 * quads * block) if block }}]{$ endfor $};
 }
 
-@compute @workgroup_size({{ workgroup }})
-fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+fn sum_chunks(group: u32, lane: u32) {
 {$ include "include/ssd_slice.wgsl" $}
     let part = i / n_heads;
     let first = part % chunks * chunk;
@@ -27,15 +27,18 @@ fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3
     let A = -exp(A_log[head]);
     var G = 0.0;
 $$ if "dots" in bound
-    for (var j = 0u; j < blocks; j++) { G += dots[i * blocks + j]; }
+    for (var j = {{ "slice" if slices > 1 else "0u" }}; j < blocks; j += {{ slices }}u) { G += dots[i * blocks + j]; }
 $$ endif
 $$ for q in range(own_quads)
     let dcum{{ q }} = sum_of(0u, i, slice * {{ own_quads }}u + {{ q }}u);
 $$ endfor
 $$ if slices > 1
-    of_slice[lane] = {$ for q in range(own_quads) $}{{ " + " if q }}dot(dcum{{ q }}, vec4f(1.0)){$ endfor $};
+    of_slice[lane] = vec2f({$ for q in range(own_quads) $}{{ " + " if q }}dot(dcum{{ q }}, vec4f(1.0)){$ endfor $}, G);
     workgroupBarrier();
-    for (var l = lane + {{ workgroup // slices }}u; l < {{ workgroup }}u; l += {{ workgroup // slices }}u) { G += of_slice[l]; }
+    G = 0.0;
+    for (var l = lane % {{ workgroup // slices }}u; l < {{ workgroup }}u; l += {{ workgroup // slices }}u) {
+        G += select(0.0, of_slice[l].x, l > lane) + of_slice[l].y;
+    }
 $$ endif
     var total = vec4f(); // of delta G, of ddt, of x dy
 $$ for q in range(own_quads - 1, -1, -1)
@@ -70,14 +73,34 @@ $$ if slices > 1
     for (var l = lane + {{ workgroup // slices }}u; l < {{ workgroup }}u; l += {{ workgroup // slices }}u) { total += sums_of_slice[l]; }
 $$ endif
     if (own == i && slice == 0u) {
-$$ if "A_log_partials" in bound
-        A_log_partials[part * A_log_stride + head] = A * total.x;
-$$ endif
-$$ if "dt_bias_partials" in bound
-        dt_bias_partials[part * dt_bias_stride + head] = total.y;
-$$ endif
-$$ if "D_partials" in bound
-        D_partials[part * D_stride + head] = total.z;
-$$ endif
+$$ for name, total in [("A_log", "A * total.x"), ("D", "total.z"), ("dt_bias", "total.y")] if name in trained
+        partials[({{ trained.index(name) * parts }}u + part) * stride + head] = {{ total }};
+$$ endfor
     }
+}
+
+$$ if "dBC" in bound
+$$ set width = 4 if "dxBC" in vec4 else 1
+$$ set own_columns, all_columns = columns // width, d_xBC // width
+$$ set elements = batch * seqlen * own_columns
+fn sum_shares(i: u32) {
+    if (i >= {{ elements }}u) { return; }
+    let sum = {$ for share in range(shares) $}{{ " + " if share }}dBC[i{{ " + %du" % (share * elements) if share }}]{$ endfor $};
+    dxBC[i / {{ own_columns }}u * {{ all_columns }}u + {{ all_columns - own_columns }}u + i % {{ own_columns }}u] = sum;
+}
+
+$$ endif
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    let group = group_index(wid, groups);
+$$ if "dBC" in bound
+$$ set chunk_groups = ceil_div(batch * chunks * n_heads, workgroup // slices)
+    if (group < {{ chunk_groups }}u) {
+        sum_chunks(group, lane);
+    } else {
+        sum_shares((group - {{ chunk_groups }}u) * {{ workgroup }}u + lane);
+    }
+$$ else
+    sum_chunks(group, lane);
+$$ endif
 }
