@@ -171,9 +171,11 @@ def _fastest(
     adapter = _ADAPTERS[target.kind]
 
     def seconds(tile_m: int, tile_n: int, speed: float) -> float:
-        spared = 0.6 * _edge(m, n, tile_m, tile_n)  # by tiles that are half empty
-        tiles = ceil_div(m, tile_m) * ceil_div(n, tile_n) - spared
-        waves = math.ceil(tiles * parts / adapter.units)
+        tiles = ceil_div(m, tile_m) * ceil_div(n, tile_n)
+        waves, rest = divmod(tiles * parts, adapter.units)
+        # Tiles that are half empty are done in a third of the time, and left for last.
+        short = _edge(m, n, tile_m, tile_n) * parts
+        waves += 0.3 if 0 < rest < short else 1.0 if rest else 0.0
         work = 2 * tile_m * tile_n * ceil_div(depth, parts)
         filling = 0.25  # waves' worth of time in which the adapter starts and drains
         return float((waves + filling) * work) / (adapter.flops / adapter.units * speed)
