@@ -16,7 +16,7 @@ $$ set a, b = {"along": "k", "own": true, "blocks": true, "weighed": "all"}, {"a
 $$ set needs = true
 $$ set products = batch * chunks * n_heads
 $$ set out_type, width = ("vec4f", 4) if "out" in vec4 else ("f32", 1)
-$$ set row_terms = reverse
+$$ set row_terms, each_row = reverse, not reverse
 $$ set packed = width == 4
 {$ include "include/ssd.wgsl" $}
 $$ set start = d_xBC - (2 if reverse else 1) * n_groups * d_state
@@ -99,14 +99,19 @@ fn sums_index(t: u32) -> u32 {
 $$ if reverse
 {$ include "include/pack.wgsl" $}
 
-fn finish(t: u32, p: u32, du: pack) -> vec3f {
-    if (!inside(t) || p >= {{ head_dim }}u) { return vec3f(); }
+struct Found { at: u32, inside: bool, delta: f32, skip: f32, x: pack, dy: pack, y: pack }
+
+fn find(t: u32, p: u32) -> Found {
+    if (!inside(t) || p >= {{ head_dim }}u) { return Found(); }
+    let at = (row_of(t) * d_xBC + own_head * {{ head_dim }}u + p) / {{ width }}u;
     let i = (row_of(t) * {{ d_inner }}u + own_head * {{ head_dim }}u + p) / {{ width }}u;
-    let j = (row_of(t) * d_xBC + own_head * {{ head_dim }}u + p) / {{ width }}u;
-    let x = xBC[j];
-    let d = dy[i];
-    out[j] = delta_at(own_dt, t) * du + sums[sums_index(t)] * d;
-    return vec3f(fold(d * y[i]), fold(x * du), fold(x * d));
+    return Found(at, true, delta_at(own_dt, t), sums[sums_index(t)], xBC[at], dy[i], y[i]);
+}
+
+fn finish(t: u32, p: u32, du: pack, found: Found) -> vec3f {
+    if (!found.inside) { return vec3f(); }
+    out[found.at] = found.delta * du + found.skip * found.dy;
+    return vec3f(fold(found.dy * found.y), fold(found.x * du), fold(found.x * found.dy));
 }
 
 // Sums of dy y, x du and x dy.
@@ -125,9 +130,11 @@ $$ else
 fn finish(t: u32, p: u32, sum: {{ out_type }}) {
     if (!inside(t) || p >= {{ head_dim }}u) { return; }
     out[(row_of(t) * out_stride + own_head * {{ head_dim }}u + p) / {{ width }}u] = sum;
-    if (p == 0u) {
-        let score = scores[score_index(t, t) / 4u][t % 4u];
-        sums[sums_index(t)] = D[own_head] + score * delta_at(own_dt, t);
-    }
+}
+
+fn finish_row(t: u32) {
+    if (!inside(t)) { return; }
+    let score = scores[score_index(t, t) / 4u][t % 4u];
+    sums[sums_index(t)] = D[own_head] + score * delta_at(own_dt, t);
 }
 $$ endif

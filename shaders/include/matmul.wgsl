@@ -23,10 +23,13 @@
 // per_fold   a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col, k / per_fold), a vec4f
 //            for 4 neighbouring columns
 // row_terms  finish() returns a vec3f, which is added up along the tile's columns; it defines finish_rows(row, first_col, sums), which
-//            gets the sums of four rows, a mat3x4f. A tile has thread_n tile_k rows at most
+//            gets the sums of four rows, a mat3x4f. A tile has thread_n tile_k rows at most. It also defines find(row, col), what
+//            finish() takes fourth: loads, which are on their way before what the place before wrote, as they could not be behind it
+// each_row   it defines finish_row(row), which is called once for each row of outputs, by neighbouring threads
 // joined     for kernels that make two such products, straight from storage: names of functions here and there begin with it, and
 //            main is theirs, which calls <joined>product(group, thread), a workgroup's part
 $$ set row_terms = row_terms is defined and row_terms
+$$ set each_row = each_row is defined and each_row
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)
 $$ set gm, gn = thread_m // 4, thread_n // 4
 $$ set seam = ceil_div(depth, tile_k) * tile_k

@@ -120,6 +120,13 @@ $$ endfor
 {$ include "include/matmul_fold.wgsl" $}
     }
 {$ include "include/matmul_finish.wgsl" $}
+$$ if each_row
+    if (tile.y == 0u) {
+$$ for i in range(thread_m)
+        finish_row(row0 + {{ i }}u);
+$$ endfor
+    }
+$$ endif
 $$ for i in range(0, thread_m if row_terms else 0, 4)
     finish_rows({{ row_at(i) }}, col0, transpose(mat4x3f({$ for j in range(4) $}terms{{ i + j }}{{ ", " if j < 3 }}{$ endfor $})));
 $$ endfor

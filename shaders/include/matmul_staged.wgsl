@@ -206,6 +206,11 @@ $$ endfor
 $$ endfor
     {{ "}" if short }}
 {$ include "include/matmul_finish.wgsl" $}
+$$ if each_row
+    if (tile.y == 0u) {
+        for (var row = lane; row < {{ tile_m }}u; row += {{ workgroup }}u) { finish_row(row0 + row); }
+    }
+$$ endif
 $$ if row_terms
     var totals = mat3x4f();
 $$ for term in range(3)
