@@ -1,19 +1,43 @@
-// dt_cum = [delta | cum | number of documents begun]: delta = clamp(softplus(dt + dt_bias)), cum[t] = sum over the chunk's steps up
-// to t, anew from each document's first, of -exp(A_log) delta log2(e); past the sequence's end delta = 0 and the others stay
+// What a chunk's products share. dt_cum = [delta | cum | number of documents begun]: delta = clamp(softplus(dt + dt_bias)), cum[t] = sum
+// over the chunk's steps up to t, anew from each document's first, of -exp(A_log) delta log2(e); past the sequence's end delta = 0 and the
+// others stay;  scores[t, s] = sum over d_state of C[t] B[s], for the steps s <= t of a chunk and each group; 0 for the others
 $$ set low, high = limit
 $$ set quads = chunk // 4
 $$ set own_quads = quads // slices
+$$ set strict, joined = false, ""
+$$ set lines_m, lines_n, depth, more, row_sums = chunk, chunk, d_state, none, false
+$$ set a, b = {"along": "k", "own": true}, {"along": "k", "own": true}
+$$ set lower = true
+$$ set products = batch * chunks * n_groups
+$$ set out_type = "vec4f"
 {$ include "include/group_index.wgsl" $}
 {$ include "include/softplus.wgsl" $}
+{$ include "include/ssd.wgsl" $}
+$$ set B_start, C_start = d_xBC - 2 * n_groups * d_state, d_xBC - n_groups * d_state
 
-$$ if slices > 1
-var<workgroup> cum_of_slice: array<f32, {{ workgroup }}>;
-var<workgroup> begun_of_slice: array<f32, {{ workgroup }}>;
-$$ endif
+fn begin(product: u32, first_row: u32) {
+    own_group = product % n_groups;
+    own_chunk = product / n_groups % chunks;
+    own_sequence = product / (n_groups * chunks);
+}
 
-@compute @workgroup_size({{ workgroup }})
-fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
-    let group = group_index(wid, groups);
+fn load_a(t: u32, n: u32) -> vec4f {
+    return xBC_four(row_of(t) * d_xBC + {{ C_start }}u + own_group * {{ d_state }}u + n, {{ d_state }} - i32(n));
+}
+
+fn load_b(s: u32, n: u32) -> vec4f {
+    return xBC_four(row_of(s) * d_xBC + {{ B_start }}u + own_group * {{ d_state }}u + n, {{ d_state }} - i32(n));
+}
+
+{$ include "include/matmul.wgsl" $}
+
+fn finish(t: u32, s: u32, sum: vec4f) {
+    if (t >= chunk || s >= chunk) { return; }
+    scores[((((own_sequence * chunks + own_chunk) * n_groups + own_group) * chunk + t) * chunk + s) / 4u] =
+        select(vec4f(), sum, vec4u(s, s + 1u, s + 2u, s + 3u) <= vec4u(t));
+}
+
+fn sum_decays(group: u32, lane: u32) {
 {$ include "include/ssd_slice.wgsl" $}
     let first = i / n_heads % chunks * chunk;
     let row0 = i / (n_heads * chunks) * seqlen;
@@ -55,12 +79,11 @@ $$ endfor
     var cum_before = 0.0;
     var begun_before = 0.0;
 $$ if slices > 1
-    cum_of_slice[lane] = cum;
-    begun_of_slice[lane] = begun;
+    tile_a[lane] = vec4f(cum, begun, 0.0, 0.0); // the products' memory: a workgroup makes one or the other
     workgroupBarrier();
     for (var l = lane % {{ workgroup // slices }}u; l < lane; l += {{ workgroup // slices }}u) {
-        cum_before = {{ "select(0.0, cum_before, begun_of_slice[l] == 0.0)" if planes == 3 else "cum_before" }} + cum_of_slice[l];
-        begun_before += begun_of_slice[l];
+        cum_before = {{ "select(0.0, cum_before, tile_a[l].y == 0.0)" if planes == 3 else "cum_before" }} + tile_a[l].x;
+        begun_before += tile_a[l].y;
     }
 $$ endif
     if (own == i) {
@@ -72,5 +95,16 @@ $$ if planes == 3
         dt_cum[to + {{ 2 * quads + q }}u] = begins{{ q }} + begun_before;
 $$ endif
 $$ endfor
+    }
+}
+
+$$ set decay_groups = ceil_div(batch * chunks * n_heads, workgroup // slices)
+@compute @workgroup_size({{ workgroup }})
+fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    let group = group_index(wid, groups);
+    if (group < {{ decay_groups }}u) {
+        sum_decays(group, lane);
+    } else {
+        product(group - {{ decay_groups }}u, lane);
     }
 }

@@ -27,9 +27,18 @@ class Dual:
         """All tensors that the forward pass makes, from a state on."""
         v, sizes = self.v, self.sizes
         given = {"xBC": xBC}
-        given |= oracle.ssd_prepare(zxbcdt, dt_bias, A_log, self.documents, self.dt_cum, self.limit)
-        scores = np.zeros(self.score_shape)
-        scores = oracle.ssd_scores(xBC, scores, v["d_state"])["scores"]
+        prepared = oracle.ssd_prepare(
+            zxbcdt,
+            dt_bias,
+            A_log,
+            self.documents,
+            xBC,
+            self.dt_cum,
+            np.zeros(self.score_shape),
+            self.limit,
+            v["d_state"],
+        )
+        given["dt_cum"], scores = prepared["dt_cum"], prepared["scores"]
         own = oracle.ssd_states(
             **given, dy=None, states=self.states, n_groups=v["n_groups"], skip=""
         )

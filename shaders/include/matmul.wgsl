@@ -26,8 +26,8 @@
 //            gets the sums of four rows, a mat3x4f. A tile has thread_n tile_k rows at most. It also defines find(row, col), what
 //            finish() takes fourth: loads, which are on their way before what the place before wrote, as they could not be behind it
 // each_row   it defines finish_row(row), which is called once for each row of outputs, by neighbouring threads
-// joined     for kernels that make two such products, straight from storage: names of functions here and there begin with it, and
-//            main is theirs, which calls <joined>product(group, thread), a workgroup's part
+// joined     names of functions here and there begin with it, and main is the kernel's, which calls <joined>product(group, thread), a
+//            workgroup's part: for kernels that do something else besides, or straight from storage, make two such products
 $$ set row_terms = row_terms is defined and row_terms
 $$ set each_row = each_row is defined and each_row
 $$ set tiles_m, tiles_n = ceil_div(lines_m, tile_m), ceil_div(lines_n, tile_n)

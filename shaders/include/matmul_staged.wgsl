@@ -108,14 +108,19 @@ $$ endif
 }
 $$ endif
 
+$$ if joined is defined
+fn {{ mine }}product(group: u32, lane: u32) {
+$$ else
 @compute @workgroup_size({{ workgroup }})
 fn main(@builtin(workgroup_id) wid: vec3u, @builtin(num_workgroups) groups: vec3u, @builtin(local_invocation_index) lane: u32) {
+    let group = group_index(wid, groups);
+$$ endif
 $$ if products is defined
-    let product = product_index(group_index(wid, groups));
-    let tile = product_tile(group_index(wid, groups));
+    let product = product_index(group);
+    let tile = product_tile(group);
     begin(product, tile.x * {{ tile_m }}u);
 $$ else
-    let tile = tile_index(group_index(wid, groups));
+    let tile = tile_index(group);
 $$ endif
     let row0 = tile.x * {{ tile_m }}u;
     let col0 = tile.y * {{ tile_n }}u;

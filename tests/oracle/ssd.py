@@ -142,12 +142,14 @@ DRAW = {"dt_cum": dt_cum_draw}
 
 @oracle(
     case(**dims(), leave_out=("documents",)),
-    case(**dims(seqlen=70, n_heads=3, chunk=32, planes=3, vocab_size=2)),
+    case(**dims(seqlen=70, n_heads=3, n_groups=1, chunk=32, planes=3, vocab_size=2)),
     case(**dims(seqlen=50, chunk=20, planes=3, vocab_size=2)),
     case(**dims(seqlen=3), limit=(0.5, 1.0), leave_out=("documents",)),
+    case(**dims(d_state=7, chunk=8, seqlen=5), leave_out=("documents",)),
+    case(**PACKED, leave_out=("documents",)),
     draw={"zxbcdt": uniform(-3, 3), "A_log": uniform(0, 5)},
 )
-def ssd_prepare(zxbcdt, dt_bias, A_log, documents, dt_cum, limit):
+def ssd_prepare(zxbcdt, dt_bias, A_log, documents, xBC, dt_cum, scores, limit, d_state):
     planes, chunk = dt_cum.shape[3:]
     batch, seqlen, _ = zxbcdt.shape
     delta = np.clip(softplus(zxbcdt[..., -len(A_log) :] + dt_bias), *limit)
@@ -162,26 +164,17 @@ def ssd_prepare(zxbcdt, dt_bias, A_log, documents, dt_cum, limit):
     cum, last = np.zeros_like(steps), np.zeros_like(steps[:, :, 0])
     for t in range(chunk):
         last = cum[:, :, t] = last * (1 - first[:, :, t, None]) + steps[:, :, t]
-    result = [delta, cum]
+    planes_of = [delta, cum]
     if planes == 3:
-        result.append(np.broadcast_to(np.cumsum(first, 2)[..., None], delta.shape))
-    return {"dt_cum": np.moveaxis(np.stack(result, 2), -1, 2)}
-
-
-SCORES_CASES = (
-    case(**dims()),
-    case(**dims(d_state=7, chunk=8, seqlen=5)),
-    case(**PACKED),
-)
-
-
-@oracle(*SCORES_CASES)
-def ssd_scores(xBC, scores, d_state):
-    chunk, n_groups = scores.shape[-1], scores.shape[2]
+        planes_of.append(np.broadcast_to(np.cumsum(first, 2)[..., None], delta.shape))
+    n_groups = scores.shape[2]
     B, C = np.split(into_chunks(xBC[..., -2 * n_groups * d_state :], chunk), 2, -1)
     shape = (*B.shape[:3], n_groups, d_state)
     products = np.einsum("bctgn,bcsgn->bcgts", C.reshape(shape), B.reshape(shape))
-    return {"scores": products * np.tri(chunk)}
+    return {
+        "dt_cum": np.moveaxis(np.stack(planes_of, 2), -1, 2),
+        "scores": products * np.tri(chunk),
+    }
 
 
 @oracle(

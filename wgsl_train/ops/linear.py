@@ -6,7 +6,6 @@ of columns of wider tensors (`Columns`), so that nothing is copied to split or j
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -173,12 +172,12 @@ def _fastest(
     def seconds(tile_m: int, tile_n: int, speed: float) -> float:
         tiles = ceil_div(m, tile_m) * ceil_div(n, tile_n)
         waves, rest = divmod(tiles * parts, adapter.units)
-        # Tiles that are half empty are done in a third of the time, and left for last.
+        # A last wave that needs no more than the half-empty tiles, which take a third of the time.
         short = _edge(m, n, tile_m, tile_n) * parts
-        waves += 0.3 if 0 < rest < short else 1.0 if rest else 0.0
+        last = 0.3 if 0 < rest < short else 1.0 if rest else 0.0
         work = 2 * tile_m * tile_n * ceil_div(depth, parts)
         filling = 0.25  # waves' worth of time in which the adapter starts and drains
-        return float((waves + filling) * work) / (adapter.flops / adapter.units * speed)
+        return float((waves + last + filling) * work) / (adapter.flops / adapter.units * speed)
 
     estimates = [
         (seconds(m_, n_, speed), m_, n_, tm, tn)

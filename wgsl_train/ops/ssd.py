@@ -185,6 +185,22 @@ def _sliced(v: Values) -> Grid:
     return spread(ceil_div(_chunk_heads(v), v["workgroup"] // v["slices"]))
 
 
+_choose_scores = _choose(_chunk_groups, "chunk", "chunk")
+
+
+def _decay_slices(tile: dict[str, Any], v: Values) -> dict[str, Any]:
+    """The choices of a tile, with lanes that share a chunk's steps where the tile is staged."""
+    shared = 1 if tile["lanes"] else math.gcd(v["chunk"] // 4, tile["workgroup"], 32)
+    return {**tile, "slices": shared}
+
+
+def _prepare_grid(v: Values) -> Grid:
+    """Workgroups for the decays of heads, then for the scores of groups."""
+    decays = ceil_div(_chunk_heads(v), v["workgroup"] // v["slices"])
+    tiles = ceil_div(v["chunk"], v["tile_m"]) * ceil_div(v["chunk"], v["tile_n"])
+    return spread(decays + _chunk_groups(v) * tiles)
+
+
 PREPARE = Kernel(
     "ssd_prepare",
     reads={
@@ -192,27 +208,20 @@ PREPARE = Kernel(
         "dt_bias": "n_heads",
         "A_log": "n_heads",
         "documents?": "batch seqlen",
+        "xBC": "batch seqlen d_xBC",
     },
-    writes={"dt_cum": _DT_CUM},
-    options={"limit": (0.0, math.inf)},
-    choose=_slices,
-    grid=_sliced,
+    writes={"dt_cum": _DT_CUM, "scores": "batch chunks n_groups chunk chunk"},
+    options={"limit": (0.0, math.inf), "d_state": 1},
+    choose=lambda target, v: _decay_slices(_choose_scores(target, v), v),
+    alternatives=lambda target, v: [_decay_slices(tile, v) for tile in _alternatives(target, v)],
+    grid=_prepare_grid,
     u32=frozenset({"documents"}),
-    vec4=_vec4("dt_cum"),
-    traffic=lambda v: 4 * _chunk_heads(v) * v["chunk"] * (1 + v["planes"]),
-)
-
-SCORES = Kernel(
-    "ssd_scores",
-    reads={"xBC": "batch seqlen d_xBC"},
-    writes={"scores": "batch chunks n_groups chunk chunk"},
-    options={"d_state": 1},
-    choose=_choose(_chunk_groups, "chunk", "chunk"),
-    alternatives=_alternatives,
-    grid=_products(_chunk_groups, "chunk", "chunk"),
-    vec4=_vec4("scores", xBC=("d_xBC", "d_state")),
+    vec4=_vec4("dt_cum", "scores", xBC=("d_xBC", "d_state")),
     flops=lambda v: 2 * _chunk_groups(v) * v["chunk"] ** 2 * v["d_state"],
-    traffic=lambda v: 4 * _chunk_groups(v) * v["chunk"] * (v["chunk"] + 2 * v["d_state"]),
+    traffic=lambda v: (
+        4 * _chunk_heads(v) * v["chunk"] * (1 + v["planes"])
+        + 4 * _chunk_groups(v) * v["chunk"] * (v["chunk"] + 2 * v["d_state"])
+    ),
 )
 
 
@@ -547,17 +556,19 @@ def ssd(
     state_shape = (batch, chunks, n_heads, d_state, head_dim)
 
     dt_cum = plan.tensor(f"{name}.dt_cum", (batch, chunks, n_heads, 3 if documents else 2, chunk))
+    scores = plan.tensor(f"{name}.scores", score_shape)
     plan.dispatch(
         PREPARE,
         zxbcdt=zxbcdt,
         dt_bias=dt_bias,
         A_log=A_log,
         documents=documents,
+        xBC=xBC,
         dt_cum=dt_cum,
+        scores=scores,
         limit=time_step_limit,
+        d_state=d_state,
     )
-    scores = plan.tensor(f"{name}.scores", score_shape)
-    plan.dispatch(SCORES, xBC=xBC, scores=scores, d_state=d_state)
     states = None
     if chunks > 1 or state:
         states = plan.tensor(f"{name}.states", state_shape)
