@@ -23,8 +23,8 @@
 // per_fold   a multiple of tile_k: every so many k the sums so far are put aside, times fold_weight(row, col, k / per_fold), a vec4f
 //            for 4 neighbouring columns
 // row_terms  finish() returns a vec3f, which is added up along the tile's columns; it defines finish_rows(row, first_col, sums), which
-//            gets the sums of four rows, a mat3x4f. A tile has thread_n tile_k rows at most. It also defines find(row, col), what
-//            finish() takes fourth: loads, which are on their way before what the place before wrote, as they could not be behind it
+//            gets the sums of four rows, a mat3x4f. A tile has thread_n tile_k rows at most. It also defines find(row, col),
+//            which loads what finish() takes fourth; it is called one place ahead, since a compiler moves no load before a store
 // each_row   it defines finish_row(row), which is called once for each row of outputs, by neighbouring threads
 // joined     names of functions here and there begin with it, and main is the kernel's, which calls <joined>product(group, thread), a
 //            workgroup's part: for kernels that do something else besides, or straight from storage, make two such products

@@ -181,8 +181,9 @@ def _slices(target: Target, v: Values) -> dict[str, int]:
     return {"slices": slices, "workgroup": slices * max(8, ceil_div(64, slices))}
 
 
-def _sliced(v: Values) -> Grid:
-    return spread(ceil_div(_chunk_heads(v), v["workgroup"] // v["slices"]))
+def _sliced(v: Values) -> int:
+    """Workgroups that go along all chunks of heads."""
+    return ceil_div(_chunk_heads(v), v["workgroup"] // v["slices"])
 
 
 _choose_scores = _choose(_chunk_groups, "chunk", "chunk")
@@ -196,9 +197,8 @@ def _decay_slices(tile: dict[str, Any], v: Values) -> dict[str, Any]:
 
 def _prepare_grid(v: Values) -> Grid:
     """Workgroups for the decays of heads, then for the scores of groups."""
-    decays = ceil_div(_chunk_heads(v), v["workgroup"] // v["slices"])
     tiles = ceil_div(v["chunk"], v["tile_m"]) * ceil_div(v["chunk"], v["tile_n"])
-    return spread(decays + _chunk_groups(v) * tiles)
+    return spread(_sliced(v) + _chunk_groups(v) * tiles)
 
 
 PREPARE = Kernel(
@@ -444,16 +444,15 @@ BACKWARD_BC = Kernel(
 )
 
 
-def _bc_vectors(v: Values) -> bool:
-    return bool(v["columns"] % 4 == 0 and v["d_xBC"] % 4 == 0)
+def _bc_width(v: Values) -> int:
+    """Neighbouring columns of B and C that one lane adds up."""
+    return 4 if v["columns"] % 4 == 0 and v["d_xBC"] % 4 == 0 else 1
 
 
 def _sums_grid(v: Values) -> Grid:
-    """Workgroups for chunks, then for the elements that shares of dBC are added up to."""
-    chunks = ceil_div(_chunk_heads(v), v["workgroup"] // v["slices"])
-    elements = v["batch"] * v["seqlen"] * v["columns"] if "shares" in v else 0
-    width = 4 if elements and _bc_vectors(v) else 1
-    return spread(chunks + ceil_div(elements // width, v["workgroup"]))
+    """Workgroups for chunks, then for the shares of B's and C's gradients, if there are any."""
+    bc = v["batch"] * v["seqlen"] * v["columns"] // _bc_width(v) if "shares" in v else 0
+    return spread(_sliced(v) + ceil_div(bc, v["workgroup"]))
 
 
 BACKWARD_SUMS = Kernel(
@@ -473,11 +472,11 @@ BACKWARD_SUMS = Kernel(
     options={"limit": (0.0, math.inf), "trained": ()},  # trained: whose partials there are, by name
     choose=_slices,
     grid=_sums_grid,
-    vec4=lambda v: [
+    vec4=lambda v: (
         "sums",
         "dt_cum",
-        *(("dBC", "dxBC") if "shares" in v and _bc_vectors(v) else ()),
-    ],
+        *(("dBC", "dxBC") if "shares" in v and _bc_width(v) == 4 else ()),
+    ),
     traffic=lambda v: (
         4 * _chunk_heads(v) * v["chunk"] * (4 + v["planes"])
         + 4 * v["batch"] * v["seqlen"] * v.get("columns", 0) * (v.get("shares", 0) + 1)
@@ -652,19 +651,17 @@ def ssd(
         splits = divisor(n_heads // n_groups, ceil_div(wanted, 2 * batch * chunks * n_groups))
         dscores = plan.tensor(f"{name}.dscores", (splits, *score_shape))
         plan.dispatch(BACKWARD_SCORES, **given, dscores=dscores, **sizes)
-        out_bc, out_start = dxBC.view(0, (1, *dxBC.shape)), d_inner
         dBC = None
         if splits > 1:
             dBC = plan.tensor(f"{name}.dBC", (splits, batch, seqlen, d_xBC - d_inner))
-            out_bc, out_start = dBC, 0
         plan.dispatch(
             BACKWARD_BC,
             **given,
             dscores=dscores,
             states=states,
             dstates=dstates,
-            out=out_bc,
-            out_start=out_start,
+            out=dBC or dxBC.view(0, (1, *dxBC.shape)),
+            out_start=0 if dBC else d_inner,
             begins_zero=state is None,
             ends_zero=chained is None,
             **sizes,
