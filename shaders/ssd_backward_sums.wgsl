@@ -27,7 +27,7 @@ fn sum_chunks(group: u32, lane: u32) {
     let A = -exp(A_log[head]);
     var G = 0.0;
 $$ if "dots" in bound
-    for (var j = {{ "slice" if slices > 1 else "0u" }}; j < blocks; j += {{ slices }}u) { G += dots[i * blocks + j]; }
+    for (var j = slice; j < blocks; j += {{ slices }}u) { G += dots[i * blocks + j]; }
 $$ endif
 $$ for q in range(own_quads)
     let dcum{{ q }} = sum_of(0u, i, slice * {{ own_quads }}u + {{ q }}u);

@@ -57,6 +57,7 @@ $$ endif
 // Only in the last rounds need loads look for the end of the depth; those have a loop of their own, where the walk is long.
 $$ set whole = a.own is not defined and b.own is not defined and (a.along == "lines" or a.name in vec4) and (b.along == "lines" or b.name in vec4)
 $$ set peels = lanes == 0 and prefetch and depth % tile_k > 0 and whole and not more and parts is not defined
+$$ set whole_k = [depth // tile_k - 1, 0] | max * tile_k ~ "u"
 $$ set ends_of, ends = (", ends: bool", ", ends") if peels else ("", "")
 $$ set pairs = [("a", a, depth), ("b", b, depth)] + ([("more_a", more.a, more.depth), ("more_b", more.b, more.depth)] if more else [])
 $$ for side, t, length in pairs if t.own is not defined

@@ -152,10 +152,9 @@ $$ for groups_m, groups_n in [(range(gm), range(gn))] + ([(range(used_m), range(
 $$ if short
     {{ "if (tile.x < " ~ whole_m ~ "u && tile.y < " ~ whole_n ~ "u) {" if loop.first else "} else {" }}
 $$ endif
-$$ set last_whole = "min(%s, %du)" % (to_k, [depth // tile_k - 1, 0] | max * tile_k)
     var k = {{ from_k }};
 $$ set narrow = not loop.first
-$$ for looks, end_k in ([("false", last_whole), ("true", to_k)] if peels else [("", to_k)])
+$$ for looks, end_k in ([("false", whole_k), ("true", to_k)] if peels else [("", to_k)])
     for (; k < {{ end_k }}; k += {{ tile_k }}u) {
 $$ if not prefetch
 $$ for f in range(fetches)

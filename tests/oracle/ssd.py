@@ -164,15 +164,15 @@ def ssd_prepare(zxbcdt, dt_bias, A_log, documents, xBC, dt_cum, scores, limit, d
     cum, last = np.zeros_like(steps), np.zeros_like(steps[:, :, 0])
     for t in range(chunk):
         last = cum[:, :, t] = last * (1 - first[:, :, t, None]) + steps[:, :, t]
-    planes_of = [delta, cum]
+    result = [delta, cum]
     if planes == 3:
-        planes_of.append(np.broadcast_to(np.cumsum(first, 2)[..., None], delta.shape))
+        result.append(np.broadcast_to(np.cumsum(first, 2)[..., None], delta.shape))
     n_groups = scores.shape[2]
     B, C = np.split(into_chunks(xBC[..., -2 * n_groups * d_state :], chunk), 2, -1)
     shape = (*B.shape[:3], n_groups, d_state)
     products = np.einsum("bctgn,bcsgn->bcgts", C.reshape(shape), B.reshape(shape))
     return {
-        "dt_cum": np.moveaxis(np.stack(planes_of, 2), -1, 2),
+        "dt_cum": np.moveaxis(np.stack(result, 2), -1, 2),
         "scores": products * np.tri(chunk),
     }
 
