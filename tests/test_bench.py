@@ -21,6 +21,8 @@ SMALL = (11, 8, 2, 2, 6)  # vocab_size, d_model, n_layer, batch, seqlen
 def small(monkeypatch):
     """Cases that take no time."""
     monkeypatch.setattr(bench, "CONFIGS", {"small": SMALL})
+    layers = {"mamba2": {"d_state": 5, "head_dim": 4}, "attention": {"attn_heads": 2}}
+    monkeypatch.setattr(bench, "LAYERS", layers)
     monkeypatch.setattr(bench, "DEFAULT_CONFIGS", {True: ["small"], False: ["small"]})
     monkeypatch.setattr(bench, "MATMUL", {True: [20], False: [20]})
     monkeypatch.setattr(bench, "SCAN", {True: [(2, 9, 6, 5)], False: [(2, 9, 6, 5)]})
@@ -40,7 +42,7 @@ def peers(monkeypatch):
 @pytest.fixture
 def stub(monkeypatch, small):
     """Ours and the peers answer at once, what the test sets: `about` and `answer`, by name."""
-    about = {"versions": {"wgpu": "1"}, "device": "stub", "works": ["step"]}
+    about = {"versions": {"wgpu": "1"}, "device": "stub", "works": ["step"], "layers": ["mamba"]}
     about |= {"kind": "CPU", "backend": "none", "driver": "none", "largest_binding": 1 << 20}
     answer = {"times": {"step": 0.5}, "checks": {}, "loss_first": 3.0, "loss_sixth": 2.0}
     answer |= {"peak_rss": 1 << 20, "gpu_bytes": None}
@@ -91,6 +93,31 @@ def test_numpy_beside_ours(small, device, tmp_path, capsys):
     text = capsys.readouterr().out
     assert device.name in text
     assert f"{step['loss_sixth']:.6f}" in text
+
+
+@pytest.mark.gpu
+def test_other_layers(small, device, capsys):
+    quick = ["--rounds", "1", "--warm-up", "0", "--seconds", "0", "--kernels", "none"]
+    configs = "small-mamba2,small-attention"
+    assert bench.main([*quick, "--peers", "none", "--configs", configs]) == 0
+    text = capsys.readouterr().out
+    assert "step small-mamba2" in text
+    assert "step small-attention" in text
+
+
+def test_other_layers_are_for_those_who_know_them(stub, capsys):
+    known = ["mamba", "mamba2"]
+    stub.about["wgsl_train"] = {**stub.about["wgsl_train"], "layers": [*known, "attention"]}
+    stub.about["torch"] = {**stub.about["torch"], "layers": known}
+    options = ["--kernels", "none", "--peers", "torch,numpy"]
+    assert bench.main([*options, "--configs", "small,small-mamba2,small-attention"]) == 0
+    steps = capsys.readouterr().out.split("\nstep ")[1:]
+    sides = [
+        [name for name in ("wgsl_train", "torch", "numpy") if f"  {name} " in s] for s in steps
+    ]
+    assert sides == [["wgsl_train", "torch", "numpy"], ["wgsl_train", "torch"], ["wgsl_train"]]
+    assert bench.main([*options, "--configs", "small-mamba3"]) == 2
+    assert "'small-mamba3' is unknown; there are small, small-mamba2, " in capsys.readouterr().err
 
 
 def test_a_regression_is_an_error(stub, tmp_path, capsys):

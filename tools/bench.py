@@ -66,6 +66,11 @@ CONFIGS = {
     "25m": (256, 512, 12, 16, 512),
     "130m": (50280, 768, 24, 8, 1024),
 }
+# The layers of a model that a config's name ends in, as in S-mamba2; by default Mamba's
+LAYERS: dict[str, dict[str, Any]] = {
+    "mamba2": {"d_state": 128, "head_dim": 64},
+    "attention": {"mlp": "swiglu"},
+}
 # What is run by default, on an adapter that a CPU emulates and on a GPU
 DEFAULT_CONFIGS = {True: ["XS", "S", "M"], False: ["tiny", "25m", "130m"]}
 MATMUL = {True: [512], False: [4096]}  # n
@@ -84,6 +89,11 @@ TRAINING = {
     "weight_decay": 0.1,
     "max_grad_norm": 1.0,
 }
+# of a model's config, as peers read them
+_SIZES = [
+    *("vocab_size", "d_model", "n_layer", "norm_eps", "d_inner", "d_state", "dt_rank"),
+    *("n_heads", "head_dim", "attn_heads", "attn_head_dim"),
+]
 TOLERANCE = 1e-4  # of losses, and relative of kernels' results
 
 
@@ -104,28 +114,37 @@ class Case:
         arrays: dict[str, Any] = {}
         if self.numbers["work"] == "step":
             n = self.numbers
-            arrays = dict(initialize(_model(n), seed=0))
+            arrays = dict(initialize(MambaConfig(**n["model"]), seed=0))
             shape = (n["batch"], n["seqlen"])
             arrays["tokens"] = np.random.default_rng(0).integers(0, n["vocab_size"], shape)
         np.savez(path, case=json.dumps(self.numbers), **arrays)
 
 
-def _model(numbers: Mapping[str, Any]) -> MambaConfig:
-    return MambaConfig(**{k: numbers[k] for k in ("vocab_size", "d_model", "n_layer")})
+def step_configs() -> list[str]:
+    """The names that --configs takes: of CONFIGS, and with layers of LAYERS."""
+    return [*CONFIGS, *(f"{name}-{layers}" for name in CONFIGS for layers in LAYERS)]
 
 
 def step_case(name: str, activation_checkpointing: bool = False) -> Case:
-    """One training step of a model of CONFIGS."""
-    keys = ("vocab_size", "d_model", "n_layer", "batch", "seqlen")
-    numbers: dict[str, Any] = dict(zip(keys, CONFIGS[name], strict=True))
-    config = _model(numbers)
-    for key in ("d_state", "d_inner", "dt_rank", "norm_eps"):
-        numbers[key] = getattr(config, key)
-    numbers |= {"work": "step", **TRAINING, "activation_checkpointing": activation_checkpointing}
+    """One training step of a model of `step_configs`."""
+    sizes, _, layers = name.partition("-")
+    vocab_size, d_model, n_layer, batch, seqlen = CONFIGS[sizes]
+    model: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_layer": n_layer}
+    if layers:
+        model |= {**LAYERS[layers], "layers": (layers,) * n_layer}
+    config = MambaConfig(**model)
+    numbers = {
+        **{key: getattr(config, key) for key in _SIZES},
+        "work": "step",
+        "model": model,
+        "layers": layers or "mamba",
+        "batch": batch,
+        "seqlen": seqlen,
+        "activation_checkpointing": activation_checkpointing,
+        **TRAINING,
+    }
     suffix = " checkpointed" if activation_checkpointing else ""
-    return Case(
-        f"step {name}{suffix}", numbers, numbers["batch"] * numbers["seqlen"] / 1e3, "ktokens/s"
-    )
+    return Case(f"step {name}{suffix}", numbers, batch * seqlen / 1e3, "ktokens/s")
 
 
 def kernel_cases(kernel: str, on_cpu: bool, largest_binding: int) -> list[Case]:
@@ -225,6 +244,13 @@ def find_peers(text: str, pythons: Mapping[str, str], on_cpu: bool) -> list[Side
             continue
         sides.append(side)
     return sides
+
+
+def _does(side: Side, case: Case) -> bool:
+    """Whether a side has the case's work, and knows the model's layers."""
+    layers = case.numbers.get("layers")
+    known = layers is None or layers in side.about["layers"]
+    return known and case.numbers["work"] in side.about["works"]
 
 
 def measure(
@@ -384,7 +410,11 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--configs", default="all", help="of " + ",".join(CONFIGS) + "; or none")
+    p.add_argument(
+        "--configs",
+        default="all",
+        help=f"of {','.join(CONFIGS)}, each also with -{' or -'.join(LAYERS)} behind it; or none",
+    )
     p.add_argument("--kernels", default="all", help="of " + ",".join(KERNELS) + "; or none")
     p.add_argument("--peers", default="all", help="of " + ",".join(PEERS) + "; or all, none")
     python = os.environ.get("WGSL_TRAIN_PEER_PYTHON", "")
@@ -417,7 +447,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["WGSL_TRAIN_ADAPTER"] = args.device
     ours = Side(OURS, sys.executable, call(OURS, sys.executable, ["--about"], 120, False))
     on_cpu = ours.about["kind"] == "CPU"
-    configs = chosen(args.configs, CONFIGS, DEFAULT_CONFIGS[on_cpu], "config")
+    configs = chosen(args.configs, step_configs(), DEFAULT_CONFIGS[on_cpu], "config")
     kernels = chosen(args.kernels, KERNELS, KERNELS, "kernel")
     peers = find_peers(args.peers, interpreters(args.python), on_cpu)
     report: dict[str, Any] = {
@@ -438,7 +468,7 @@ def run(args: argparse.Namespace) -> int:
     cases += [step_case(name, args.activation_checkpointing) for name in configs]
     sound = True
     for case in cases:
-        able = [s for s in [ours, *peers] if case.numbers["work"] in s.about["works"]]
+        able = [s for s in [ours, *peers] if _does(s, case)]
         results = measure(case, able, args, on_cpu)
         print(f"\n{table(results)}", flush=True)
         sound &= not any(r.get("differs") for r in results) and "failed" not in results[0]

@@ -31,9 +31,9 @@ BLOCK = 0.2  # seconds of work that are waited for once
 class Case(SimpleNamespace):
     """What is to be done: the numbers of a case as attributes, and its arrays.
 
-    A step has the sizes of a model under their usual names (vocab_size, d_model, ...), the numbers
-    of `ADAMW`, which decays every weight, `tokens` (batch, seqlen), and `weights` by their names
-    in Hugging Face's checkpoints. The loss is that of each sequence's tokens after its first.
+    A step has the type of a model's `layers` and its sizes under their usual names (vocab_size,
+    d_model, ...), the numbers of `ADAMW`, which decays every weight, `tokens` (batch, seqlen), and
+    `weights` by their names in Hugging Face's checkpoints. The loss is that of each sequence's tokens after its first.
     Kernels draw their inputs here.
     """
 
@@ -127,7 +127,11 @@ class Peer:
     scan     {"forward": g = (y + D u) silu(z), "backward": all gradients, from dg}; `delta` is
              given after its softplus, and its gradient is the one before
     copy     {"copy": out = x}
+
+    layers   the types of a model's layers that step knows
     """
+
+    layers: tuple[str, ...] = ("mamba",)
 
     def about(self) -> dict[str, Any]:
         """{"versions": {package: version}, "device": "cpu" or the GPU's name}"""
@@ -146,7 +150,8 @@ class Peer:
         parser.add_argument("--limit", type=float, default=120.0, help="seconds, of slow steps")
         args, _ = parser.parse_known_args()
         if args.about:
-            answer = {**self.about(), "works": [w for w in WORKS if hasattr(self, w)]}
+            works = [w for w in WORKS if hasattr(self, w)]
+            answer = {**self.about(), "works": works, "layers": self.layers}
         elif args.case:
             answer = self._measure(Case.load(args.case), args.warm_up, args.seconds, args.limit)
         else:

@@ -12,6 +12,7 @@ from measure import ADAMW, Case, Peer, Work, until
 
 import wgsl_train
 from wgsl_train import MambaConfig, Model, TrainConfig, Trainer, request_device
+from wgsl_train.config import LAYER_TYPES
 from wgsl_train.encoder import Buffers, Encoder
 from wgsl_train.kernel import Tensor
 from wgsl_train.ops import linear, probe
@@ -60,6 +61,8 @@ class Dispatches(Work):
 class Ours(Peer):
     """wgsl_train, on the adapter that WGSL_TRAIN_ADAPTER names, else the best one."""
 
+    layers = tuple(LAYER_TYPES)
+
     def __init__(self) -> None:
         self._buffers: Buffers | None = None
 
@@ -80,13 +83,7 @@ class Ours(Peer):
         return self._buffers.nbytes if self._buffers else None
 
     def step(self, case: Case) -> dict[str, Work]:
-        config = MambaConfig(
-            vocab_size=case.vocab_size,
-            d_model=case.d_model,
-            n_layer=case.n_layer,
-            d_state=case.d_state,
-        )
-        model = Model(config, request_device(quiet=True))
+        model = Model(MambaConfig(**case.model), request_device(quiet=True))
         model.load_state_dict(case.weights)
         self._buffers = model.buffers
         trainer = Trainer(

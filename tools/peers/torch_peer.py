@@ -1,4 +1,4 @@
-"""Mamba in plain PyTorch, the scan a loop over time.
+"""Models in plain PyTorch, Mamba's scan a loop over time.
 
 --autograd   differentiate the loop by autograd; by default its backward is written by hand
 --compile    compile the step's loss, with --autograd, which takes minutes where sequences are long
@@ -10,8 +10,10 @@ import sys
 from typing import Any
 
 import torch
+import torch_layers
 from measure import Case, Work
 from torch.nn import functional
+from torch_layers import conv_silu, rms_norm
 from torch_training import TorchPeer, next_token_loss, to_tensor, training_step, work
 
 Tensor = torch.Tensor
@@ -64,20 +66,12 @@ def scan(
     return y * functional.silu(z)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight"""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def block(case: Case, p: dict[str, Tensor], h: Tensor, name: str) -> Tensor:
+def mamba(case: Case, p: dict[str, Tensor], h: Tensor, name: str) -> Tensor:
     """h + mixer(norm(h)) of the layer of this name."""
     mixer = f"{name}.mixer"
     n = rms_norm(h, p[f"{name}.norm.weight"], case.norm_eps)
     x, z = functional.linear(n, p[f"{mixer}.in_proj.weight"]).chunk(2, -1)
-    taps, bias = p[f"{mixer}.conv1d.weight"], p[f"{mixer}.conv1d.bias"]
-    pad = taps.shape[-1] - 1
-    u = functional.conv1d(x.transpose(1, 2), taps, bias, padding=pad, groups=len(taps))
-    u = functional.silu(u[..., : h.shape[1]]).transpose(1, 2)
+    u = conv_silu(x, p[f"{mixer}.conv1d.weight"], p[f"{mixer}.conv1d.bias"])
     x_dbl = functional.linear(u, p[f"{mixer}.x_proj.weight"])
     dt, B, C = x_dbl.split([case.dt_rank, case.d_state, case.d_state], -1)
     delta = functional.softplus(
@@ -87,8 +81,13 @@ def block(case: Case, p: dict[str, Tensor], h: Tensor, name: str) -> Tensor:
     return h + functional.linear(g, p[f"{mixer}.out_proj.weight"])
 
 
+LAYERS = {"mamba": mamba, "mamba2": torch_layers.mamba2, "attention": torch_layers.attention}
+
+
 class Loop(TorchPeer):
     """What depends on how the loop is differentiated."""
+
+    layers = tuple(LAYERS)
 
     def step(self, case: Case) -> dict[str, Work]:
         p = {name: to_tensor(w).requires_grad_() for name, w in case.weights.items()}
@@ -98,7 +97,7 @@ class Loop(TorchPeer):
         def loss() -> Tensor:
             h = embeddings[tokens]
             for i in range(case.n_layer):
-                h = block(case, p, h, f"backbone.layers.{i}")
+                h = LAYERS[case.layers](case, p, h, f"backbone.layers.{i}")
             h = rms_norm(h, p["backbone.norm_f.weight"], case.norm_eps)
             return next_token_loss(functional.linear(h, embeddings), tokens)
 

@@ -189,6 +189,13 @@ def _sliced(v: Values) -> int:
 _choose_scores = _choose(_chunk_groups, "chunk", "chunk")
 
 
+def _prepare_choices(target: Target, v: Values) -> dict[str, Any]:
+    """Small tiles for long chunks too: the products are few, so that each decides how long all take."""
+    if target.kind != "cpu" and v["chunk"] >= 64:
+        return _decay_slices(staged(64, 32, 16, 4, 4, prefetch=1), v)
+    return _decay_slices(_choose_scores(target, v), v)
+
+
 def _decay_slices(tile: dict[str, Any], v: Values) -> dict[str, Any]:
     """The choices of a tile, with lanes that share a chunk's steps where the tile is staged."""
     shared = 1 if tile["lanes"] else math.gcd(v["chunk"] // 4, tile["workgroup"], 32)
@@ -212,7 +219,7 @@ PREPARE = Kernel(
     },
     writes={"dt_cum": _DT_CUM, "scores": "batch chunks n_groups chunk chunk"},
     options={"limit": (0.0, math.inf), "d_state": 1},
-    choose=lambda target, v: _decay_slices(_choose_scores(target, v), v),
+    choose=_prepare_choices,
     alternatives=lambda target, v: [_decay_slices(tile, v) for tile in _alternatives(target, v)],
     grid=_prepare_grid,
     u32=frozenset({"documents"}),
@@ -309,11 +316,11 @@ def _norm_columns(v: Values) -> int:
 
 
 def _norm_lanes(target: Target, v: Values) -> dict[str, int]:
-    """Choices for ssd_norm_forward: enough lanes that each holds a few columns."""
+    """Choices for ssd_norm_forward: enough lanes that each holds three columns or fewer."""
     if target.kind == "cpu":
         return {"workgroup": 64, "lanes": 1}
-    lanes = next((n for n in (16, 32, 64, 128) if 8 * n >= _norm_columns(v)), 256)
-    return {"workgroup": 256, "lanes": lanes}
+    lanes = next((n for n in (16, 32, 64) if 3 * n >= _norm_columns(v)), 128)
+    return {"workgroup": 128, "lanes": lanes}
 
 
 def _norm_held(target: Target, v: Values) -> dict[str, int]:
