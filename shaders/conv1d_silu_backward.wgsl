@@ -38,13 +38,18 @@ $$ endfor
 $$ for j in range(unroll)
         let a{{ halo + j }} = next_a{{ j }};
         let g{{ j }} = next_g{{ j }};
-        // These arrive while this round computes.
-        next_a{{ j }} = {{ load("x", "x_at(own.sequence, t + " ~ (unroll + j) ~ "u, own.c)") }};
-        next_g{{ j }} = {{ load("du", "u_at(own.sequence, t + " ~ (unroll + j) ~ "u, own.c)") }};
 $$ if apart
         let of{{ halo + j }} = document_at(own.sequence, i32(t) + {{ j }});
 $$ endif
 $$ endfor
+        // These arrive while this round computes. Behind the run's end none need come; but to look for it costs registers,
+        // which rounds of fewer than 4 are there to spare.
+        {{ "if (t + %du < own.stop + %du) " % (unroll, halo) if unroll >= 4 }}{
+$$ for j in range(unroll)
+            next_a{{ j }} = {{ load("x", "x_at(own.sequence, t + " ~ (unroll + j) ~ "u, own.c)") }};
+            next_g{{ j }} = {{ load("du", "u_at(own.sequence, t + " ~ (unroll + j) ~ "u, own.c)") }};
+$$ endfor
+        }
 $$ for j in range(unroll)
 $$ if apart
 $$ for k in range(d_conv)

@@ -26,6 +26,7 @@ WORKS = ("step", "matmul", "scan", "copy")
 ADAMW = ("lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")  # of a step's case
 LOSSES = 6  # steps whose losses are looked at
 BLOCK = 0.2  # seconds of work that are waited for once
+IN_A_ROW = 5  # or more runs at once, of what takes less than a second
 
 
 class Case(SimpleNamespace):
@@ -97,7 +98,7 @@ class Work:
         """Median seconds of one run, measured for about `budget` seconds after so many of warm-up:
         a GPU that was idle runs at a low clock at first."""
         once = min(self._block(1) for _ in until(warm_up))
-        runs = max(1, round(BLOCK / once))
+        runs = max(IN_A_ROW if once < 1 else 1, round(BLOCK / once))
         return statistics.median(self._block(runs) for _ in until(budget, 3))
 
     def _block(self, runs: int) -> float:

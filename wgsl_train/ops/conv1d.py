@@ -7,7 +7,6 @@ from ..kernel import (
     Target,
     Tensor,
     Values,
-    by_kind,
     ceil_div,
     elementwise,
     itemsize,
@@ -41,15 +40,25 @@ def _choices(target: Target, v: Values) -> dict[str, int]:
     return {"workgroup": 64, "unroll": 4 if target.kind == "cpu" else 8, "run": run}
 
 
+def _backward_choices(target: Target, v: Values) -> dict[str, int]:
+    """Rounds of 4 timesteps, or of 3, which need fewer registers, where a large GPU's
+    multiprocessors must run more than 6 workgroups at once to have all under way."""
+    many = target.kind != "cpu" and _workgroups({**v, "workgroup": 64}) > 6 * 132
+    return {"workgroup": 64, "unroll": 3 if many else 4}
+
+
 _ALTERNATIVES = [
     {"workgroup": workgroup, "unroll": unroll} for workgroup in (64, 128, 256) for unroll in (4, 8)
 ]
 
 
-def _grid(v: Values) -> Grid:
+def _workgroups(v: Values) -> int:
     channels = v["d_inner"] // 4 if _packed(v) else v["d_inner"]
-    lanes = v["batch"] * ceil_div(v["seqlen"], v["run"]) * channels
-    return spread(ceil_div(lanes, v["workgroup"]))
+    return ceil_div(v["batch"] * ceil_div(v["seqlen"], v["run"]) * channels, v["workgroup"])
+
+
+def _grid(v: Values) -> Grid:
+    return spread(_workgroups(v))
 
 
 def _traffic(v: Values, *bindings: str) -> int:
@@ -109,7 +118,7 @@ BACKWARD = Kernel(
     writes={"dx": "batch seqlen x_stride", "partials?": "n_partials"},
     # run: timesteps of a lane, and of a partial sum
     options={"x_start": 0, "run": 64, "weight_stride": 0, "bias_stride": 0},
-    choose=by_kind({"workgroup": 64, "unroll": 3}, cpu={"workgroup": 64, "unroll": 4}),
+    choose=_backward_choices,
     alternatives=lambda target, v: [
         {"workgroup": workgroup, "unroll": unroll}
         for workgroup in (64, 128)
