@@ -34,7 +34,8 @@ class Case(SimpleNamespace):
 
     A step has the type of a model's `layers` and its sizes under their usual names (vocab_size,
     d_model, ...), the numbers of `ADAMW`, which decays every weight, `tokens` (batch, seqlen), and
-    `weights` by their names in Hugging Face's checkpoints. The loss is that of each sequence's tokens after its first.
+    `weights` by their names in Hugging Face's checkpoints. The loss is that of each sequence's
+    tokens after its first.
     Kernels draw their inputs here.
     """
 

@@ -35,9 +35,8 @@ def dual(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     shape = (batch, seqlen // chunk, chunk)
     inputs = (delta[..., None] * x).view(*shape, n_heads, head_dim).transpose(2, 3)
     B, C = B.view(*shape, -1), C.view(*shape, -1)
-    cum = (
-        (delta * A).view(*shape, n_heads).transpose(2, 3).cumsum(-1)
-    )  # batch, chunks, heads, chunk
+    # batch, chunks, heads, chunk
+    cum = (delta * A).view(*shape, n_heads).transpose(2, 3).cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
     left = (cum[..., :, None] - cum[..., None, :]).masked_fill(later, -torch.inf).exp()
     y = ((C @ B.transpose(2, 3))[:, :, None] * left) @ inputs

@@ -316,11 +316,11 @@ def _norm_columns(v: Values) -> int:
 
 
 def _norm_lanes(target: Target, v: Values) -> dict[str, int]:
-    """Choices for ssd_norm_forward: enough lanes that each holds three columns or fewer."""
+    """Choices for ssd_norm_forward: enough lanes that each holds three columns, where they are."""
     if target.kind == "cpu":
         return {"workgroup": 64, "lanes": 1}
-    lanes = next((n for n in (16, 32, 64) if 3 * n >= _norm_columns(v)), 128)
-    return {"workgroup": 128, "lanes": lanes}
+    lanes = next((n for n in (16, 32, 64, 128) if 3 * n >= _norm_columns(v)), 256)
+    return {"workgroup": max(128, lanes), "lanes": lanes}
 
 
 def _norm_held(target: Target, v: Values) -> dict[str, int]:
