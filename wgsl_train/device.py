@@ -73,7 +73,6 @@ class Device:
         self.name = info.name
         self.pipelines: dict[str, Any] = {}
         self.layouts: dict[Any, Any] = {}
-        self._last = device.create_buffer(size=4, usage=wgpu.BufferUsage.COPY_SRC)
 
     @property
     def is_cpu(self) -> bool:
@@ -96,8 +95,9 @@ class Device:
 
     def wait(self) -> None:
         """Wait until all that was submitted is done."""
-        # wgpu 0.32's on_submitted_work_done_sync raises TypeError; a read is done when all before it is
-        self.guard(lambda: self.wgpu.queue.read_buffer(self._last))
+        # wgpu 0.32's on_submitted_work_done_sync raises TypeError; this is what it waits by
+        native = wgpu.backends.wgpu_native
+        self.guard(lambda: native.lib.wgpuDevicePoll(self.wgpu._internal, True, native.ffi.NULL))
 
     def guard(self, call: Callable[[], _T]) -> _T:
         """Run a call to the driver; its failures become DeviceError."""

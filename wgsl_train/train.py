@@ -380,9 +380,6 @@ class Trainer:
             )
         if len(self._pending) >= _AHEAD:
             self._fetch()
-        if self.model.device.is_cpu and self._pending:
-            # Its threads need the cores: beside what encodes and loads, a short step takes longer.
-            self.model.device.wait()
         steps = [self._compiled(b) for b in batches]
         self._write_hyper(total_steps or self.config.steps or 0)
         count = sum(b.n_targets for b in batches)
@@ -396,6 +393,9 @@ class Trainer:
                 self.model.load_batch(step, batch.inputs, batch.targets, count, batch.documents)
                 last = ["update"] if i == len(batches) - 1 else []
                 step.encoder.run("forward", "backward", *last, clear_grads=i == 0)
+                if self.model.device.is_cpu:
+                    # Its threads need the cores: beside what checks, encodes and loads, a short step takes longer.
+                    self.model.device.wait()
             self._pending[self._calls] = result
             self._calls += 1
             if self.config.detect_anomaly:
