@@ -95,7 +95,7 @@ class Device:
 
     def wait(self) -> None:
         """Wait until all that was submitted is done."""
-        # wgpu 0.32's on_submitted_work_done_sync raises TypeError; this is what it waits by
+        # By the C function, since wgpu 0.32's on_submitted_work_done_sync raises TypeError
         native = wgpu.backends.wgpu_native
         self.guard(lambda: native.lib.wgpuDevicePoll(self.wgpu._internal, True, native.ffi.NULL))
 

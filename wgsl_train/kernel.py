@@ -172,6 +172,15 @@ def by_kind(
     return lambda target, values: {**portable, **kinds.get(target.kind, {})}
 
 
+# Of a GPU of each kind, as choices assume them
+_MULTIPROCESSORS = {"portable": 16, "integrated": 16, "discrete": 132}
+
+
+def multiprocessors(target: Target) -> int:
+    """How many workgroups a GPU of this kind runs at once, where each fills a multiprocessor."""
+    return _MULTIPROCESSORS[target.kind]
+
+
 _DEFAULT_CHOICES = by_kind({"workgroup": 256})
 
 

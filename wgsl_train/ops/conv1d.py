@@ -10,6 +10,7 @@ from ..kernel import (
     ceil_div,
     elementwise,
     itemsize,
+    multiprocessors,
     round_up,
     spread,
 )
@@ -41,10 +42,12 @@ def _choices(target: Target, v: Values) -> dict[str, int]:
 
 
 def _backward_choices(target: Target, v: Values) -> dict[str, int]:
-    """Rounds of 4 timesteps, or of 3, which need fewer registers, where a large GPU's
-    multiprocessors must run more than 6 workgroups at once to have all under way."""
-    many = target.kind != "cpu" and _workgroups({**v, "workgroup": 64}) > 6 * 132
-    return {"workgroup": 64, "unroll": 3 if many else 4}
+    """Rounds of 4 timesteps, or of 3, which need fewer registers, where a GPU's multiprocessors
+    must run more than 6 workgroups each to have all under way at once."""
+    choices = {"workgroup": 64, "unroll": 4}
+    if target.kind != "cpu" and _workgroups({**v, **choices}) > 6 * multiprocessors(target):
+        choices["unroll"] = 3
+    return choices
 
 
 _ALTERNATIVES = [

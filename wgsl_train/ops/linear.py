@@ -21,6 +21,7 @@ from ..kernel import (
     Values,
     ceil_div,
     itemsize,
+    multiprocessors,
     round_up,
     spread,
 )
@@ -112,20 +113,18 @@ def direct(
 class _Adapter:
     """What the choice of tiles assumes of a kind of adapter. Rates are of float32 arithmetic.
 
-    units       multiprocessors
     flops       FLOP/s of all of them together, with the best tiles
     bandwidth   bytes/s of memory
     """
 
-    units: int
     flops: float
     bandwidth: float
 
 
 _ADAPTERS = {
-    "portable": _Adapter(16, 2e12, 1e11),
-    "integrated": _Adapter(16, 2e12, 1e11),
-    "discrete": _Adapter(132, 40e12, 3e12),
+    "portable": _Adapter(2e12, 1e11),
+    "integrated": _Adapter(2e12, 1e11),
+    "discrete": _Adapter(40e12, 3e12),
 }
 
 # (tile_m, tile_n, thread_m, thread_n, their speed relative to the best where there are enough)
@@ -145,7 +144,7 @@ def _staged_tiles(
     split, so that there are workgroups enough, tiles that are 128 long and as narrow as a narrow
     product."""
     tiles = list(_STAGED)
-    if m * n >= 2 * _ADAPTERS[target.kind].units * 128 * 128:
+    if m * n >= 2 * multiprocessors(target) * 128 * 128:
         tiles.append((128, 64, 8, 8, 0.94))  # a last wave of these wastes less
     for size, turned in ((n, False), (m, True)):
         width = round_up(size, 16)
@@ -167,17 +166,17 @@ def _fastest(
 ) -> tuple[float, dict[str, Any]]:
     """Estimated seconds of a staged product and the tile that takes the least: what counts is
     how full the last wave of workgroups leaves the adapter."""
-    adapter = _ADAPTERS[target.kind]
+    units, flops = multiprocessors(target), _ADAPTERS[target.kind].flops
 
     def seconds(tile_m: int, tile_n: int, speed: float) -> float:
         tiles = ceil_div(m, tile_m) * ceil_div(n, tile_n)
-        waves, rest = divmod(tiles * parts, adapter.units)
+        waves, rest = divmod(tiles * parts, units)
         # A last wave that needs no more than the half-empty tiles, which take a third of the time.
         short = _edge(m, n, tile_m, tile_n) * parts
         last = 0.3 if 0 < rest < short else 1.0 if rest else 0.0
         work = 2 * tile_m * tile_n * ceil_div(depth, parts)
         filling = 0.25  # waves' worth of time in which the adapter starts and drains
-        return float((waves + last + filling) * work) / (adapter.flops / adapter.units * speed)
+        return float((waves + last + filling) * work) / (flops / units * speed)
 
     estimates = [
         (seconds(m_, n_, speed), m_, n_, tm, tn)

@@ -28,6 +28,7 @@ from ..kernel import (
     by_kind,
     ceil_div,
     divisor,
+    multiprocessors,
     round_up,
     spread,
 )
@@ -69,7 +70,6 @@ _TILES = (
     _Tile((32, 32, 32, 4, 4), 0.3, 0.6, 4),
     _Tile((16, 16, 16, 4, 4), 0.1, 0.2, 8),
 )
-_UNITS = {"portable": 16, "discrete": 132}  # multiprocessors
 
 
 def _choose(
@@ -95,7 +95,7 @@ def _choose(
             if v.get("reverse"):
                 width = min(round_up(v[n], 8), HEAD_BLOCK)
             return direct(4, width, lanes=8 if target.lanes == 8 else 1)
-        units = _UNITS.get(target.kind, _UNITS["portable"])
+        units = multiprocessors(target)
 
         def work(tile: _Tile) -> float:
             tile_m, tile_n, *_ = tile.size
@@ -189,17 +189,17 @@ def _sliced(v: Values) -> int:
 _choose_scores = _choose(_chunk_groups, "chunk", "chunk")
 
 
+def _decay_slices(tile: dict[str, Any], v: Values) -> dict[str, Any]:
+    """The choices of a tile, with lanes that share a chunk's steps where the tile is staged."""
+    shared = 1 if tile["lanes"] else math.gcd(v["chunk"] // 4, tile["workgroup"], 32)
+    return {**tile, "slices": shared}
+
+
 def _prepare_choices(target: Target, v: Values) -> dict[str, Any]:
     """Small tiles for long chunks too: the products are few, so that each decides how long all take."""
     if target.kind != "cpu" and v["chunk"] >= 64:
         return _decay_slices(staged(64, 32, 16, 4, 4, prefetch=1), v)
     return _decay_slices(_choose_scores(target, v), v)
-
-
-def _decay_slices(tile: dict[str, Any], v: Values) -> dict[str, Any]:
-    """The choices of a tile, with lanes that share a chunk's steps where the tile is staged."""
-    shared = 1 if tile["lanes"] else math.gcd(v["chunk"] // 4, tile["workgroup"], 32)
-    return {**tile, "slices": shared}
 
 
 def _prepare_grid(v: Values) -> Grid:
